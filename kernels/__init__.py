@@ -41,6 +41,7 @@ from .linear_recurrence import linear_recurrence
 from .norm import GatedNorm, add_rms_norm, gated_rms_norm, rms_norm
 from .precondition import precondition
 from .recurrence_token import (
+    CappedGates,
     ChannelStrength,
     Feedback,
     Strength,
@@ -65,6 +66,7 @@ __all__ = [
     "ACTIVATIONS",
     "BACKENDS",
     "NORMS",
+    "CappedGates",
     "ChannelStrength",
     "FeatureStream",
     "Feedback",

@@ -461,15 +461,15 @@ class LinearMixer(TokenMixer, Fusable):
         parts = zip(self._features, s[:3], state.histories, strict=True)
         streams = [path.stream(part, None, history, None, True) for path, part, history in parts]
         delta = type(self).recurrence is kernels.delta_rule
-        ops = ops._replace(delta=delta, turn=turn, steps=self.steps, scale=self.scale)
+        ops = ops._replace(delta=delta, turn=turn, steps=self.steps, scale=self.scale, carried=state.carried)
         token = kernels.recurrence_token(streams, ops, state.matrix, consume_state=True)
         position = state.position if token.position is None else token.position
-        return self.token_readout(token.y, s), LinearState(token.state, tuple(token.histories), position)
+        return self.token_readout(token.y, s), LinearState(token.state, tuple(token.histories), position, token.carried)
 
     def token_ops(self, s: Streams) -> kernels.TokenOps | None:
         """Return the gates, norm and skip of a token's raw streams; None if `kernels.recurrence_token` lacks one.
 
-        The base class adds what is declared elsewhere: the recurrence, its steps and scale, and positions.
+        The base class adds what is declared elsewhere: the recurrence, its steps and scale, positions, and `carried`.
         """
         return None
 

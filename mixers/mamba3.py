@@ -6,25 +6,26 @@ import torch
 from torch import Tensor, nn
 
 import kernels
-from kernels.core.elementwise import sigmoid, softplus, tanh
+from kernels.core.elementwise import tanh
 from kernels.rotation import rotation
 from kernels.skip_readout import own_shares, skip_readout
+from kernels.trapezoid_token import Carried as CarriedToken
+from kernels.trapezoid_token import Columns, Weights, trapezoid, trapezoid_token
 
 from .angles import cumulative_angles
 from .arguments import check_numbers, check_sizes
-from .base import Carried, LinearMixer, Site, Streams, checked_site
+from .base import Carried, LinearMixer, LinearState, Site, Streams, checked_site
 from .context_parallel import ContextParallel
 from .decay import start_steps
+from .fusion import Fusable
 from .norm import GateOnly, Output, RMSNorm
 from .precision import KeepsFp32
 from .projection import OutputProjection, Projection, split_heads
 from .registry import register
 from .shift import check_sequences, recomputed_shift, shifted_beside
 
-SLOWEST = 1e-4  # smallest rate A
 
-
-class Trapezoid(KeepsFp32):
+class Trapezoid(KeepsFp32, Fusable):
     """The trapezoidal rule with data-dependent step dt, rate A and weight λ, in at least fp32.
 
     dt = softplus(a + dt_bias) starts log-uniform in [1e-3, 0.1]. A = 1 + r for r ≥ 0 and 1 / (1 − r) below, at least
@@ -48,10 +49,7 @@ class Trapezoid(KeepsFp32):
 
     def forward(self, a: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return log_decay −A·dt, dt and λ of raw a, r and w [B,T,size], each in that shape."""
-        a, r, w = map(kernels.at_least_fp32, (a, r, w))
-        dt = softplus(a + self.dt_bias)
-        rate = torch.where(r >= 0, 1 + r, 1 / (1 - r.clamp(max=0)))
-        return -rate.clamp(min=SLOWEST) * dt, dt, sigmoid(w)
+        return trapezoid(a, r, w, self.dt_bias)
 
 
 @register(
@@ -84,6 +82,7 @@ class Mamba3(LinearMixer):
 
     no_weight_decay = keep_fp32 = ("D", "q_bias", "k_bias")
     scale, write_delay = 1.0, 1
+    fused_token = True
     head_weights = ("in_proj.C.weight", "in_proj.B.weight", "in_proj.x.weight", "out_proj.weight")
 
     def __init__(
@@ -181,8 +180,30 @@ class Mamba3(LinearMixer):
     def recurrent_key_heads(self) -> int:
         return self.num_heads
 
+    def one_token(self, s: Streams, state: LinearState) -> tuple[Tensor, LinearState] | None:
+        eps, norms = self.q_norm.eps, (self.q_norm, self.k_norm)
+        if self.q_expand is not None or self.scale != 1 or not self.decay.fused:
+            return None
+        if any(type(norm) is not RMSNorm or norm.eps != eps for norm in norms):
+            return None
+        assert s.beta is not None
+        assert s.log_decay is not None
+        z, trap, angles = s.gate
+        columns = Columns(*s[:3], s.beta, s.log_decay, trap, angles, z if self._gate_only else None)
+        of_norms = self.q_norm.weight, self.k_norm.weight
+        weights = Weights(*of_norms, self.q_bias, self.k_bias, self.decay.dt_bias, self.D)
+        carried = CarriedToken(*state.carried)
+        y, carried, matrix = trapezoid_token(columns, weights, carried, state.matrix, eps=eps, consume_state=True)
+        return self._projected_output(y, z), state._replace(matrix=matrix, carried=tuple(carried))
+
+    @property
+    def _gate_only(self) -> bool:
+        """Return whether the op of the readout also applies the gate."""
+        return isinstance(self.output, GateOnly) and self.output.fused
+
+    def _projected_output(self, y: Tensor, z: Tensor | None) -> Tensor:
+        return self.out_proj((y if self._gate_only else self.output(y, z)).flatten(2))
+
     def readout(self, o: Tensor, s: Streams) -> Tensor:
         z, value, shares = s.gate
-        fused = isinstance(self.output, GateOnly) and self.output.fused
-        y = skip_readout(o, value, shares, z if fused else None)
-        return self.out_proj((y if fused else self.output(y, z)).flatten(2))
+        return self._projected_output(skip_readout(o, value, shares, z if self._gate_only else None), z)

@@ -8,11 +8,13 @@ from torch import Tensor, nn
 
 import kernels
 from kernels.core.elementwise import sigmoid, soft_cap
+from kernels.recurrence_token import without_stabiliser
 
 from .arguments import check_finite, check_numbers
 from .base import Carried, LinearMixer, Site, Streams, checked_site
 from .context_parallel import ContextParallel
 from .features import Features
+from .fusion import Fusable
 from .precision import KeepsFp32
 from .projection import OutputProjection, Projection, split_heads
 from .registry import register
@@ -22,7 +24,7 @@ InputGate = Literal["exponential", "sigmoid"]
 EPS = 1e-6  # added to the divisor max(|n·q|, 1)
 
 
-class CappedGates(KeepsFp32):
+class CappedGates(KeepsFp32, Fusable):
     """cap · tanh((x + bias) / cap) of raw input and forget gates, in at least fp32.
 
     The biases of the forget gates start evenly spaced from 3 to 6, so that heads remember over different lengths.
@@ -54,7 +56,7 @@ class CappedGates(KeepsFp32):
         return soft_cap(i, self.cap), soft_cap(f, self.cap)
 
 
-class HeadLayerNorm(KeepsFp32):
+class HeadLayerNorm(KeepsFp32, Fusable):
     """LayerNorm(o) · weight · σ(gate), each head normalised separately, with a weight for each channel of each head.
 
     Args:
@@ -105,6 +107,8 @@ class MLSTM(LinearMixer):
         input_bias: Initial bias of the input gates.
         norm_eps: Added inside the root of the output norm.
     """
+
+    fused_token = True
 
     def __init__(
         self,
@@ -168,10 +172,7 @@ class MLSTM(LinearMixer):
             return s.replace(v=v, gate=(s.gate, log_input.new_ones(1))), ()
         past = carried[0] if carried else None
         m, before, last = stabiliser(log_forget, log_input, past, cu_seqlens, context_parallel)
-        # f_t + m_{t−1} − m_t is 0 where m_t is the decayed maximum. Rounding must not lift it above 0. The bound is on
-        # the other terms, since a clamp of the sum would leave f without a gradient.
-        log_decay = (log_forget + torch.minimum(before - m, -log_forget.detach())).to(log_forget.dtype)
-        beta = (log_input - m).exp().to(log_input.dtype)
+        log_decay, beta = without_stabiliser(log_forget, log_input, m, before)
         of_heads = m.unflatten(-1, (self.num_heads, self.subheads))
         top = of_heads.amax(-1)
         q = s.q if self.subheads == 1 else s.q * (of_heads - top[..., None]).exp().flatten(2)[..., None].to(s.q.dtype)
@@ -186,6 +187,18 @@ class MLSTM(LinearMixer):
     def matrix_shape(self) -> tuple[int, int, int]:
         heads, key_size, value_size = super().matrix_shape
         return heads, key_size, value_size + self.normaliser
+
+    def token_ops(self, s: Streams) -> kernels.TokenOps | None:
+        assert s.beta is not None
+        assert s.log_decay is not None
+        if not (self.gate.fused and self.o_norm.fused):
+            return None
+        biases = self.gate.forget_bias, self.gate.input_bias
+        decay = kernels.CappedGates(s.log_decay, s.beta, *biases, self.gate.cap, self.stabilised)
+        weight = self.o_norm.weight.view(self.num_heads, -1)
+        norm = kernels.GatedNorm(s.gate, weight, self.o_norm.eps, activation="sigmoid")
+        divisor_eps = EPS if self.normaliser else None
+        return kernels.TokenOps(decay=decay, norm=norm, centred=True, divisor_eps=divisor_eps)
 
     def readout(self, o: Tensor, s: Streams) -> Tensor:
         gate, floor = s.gate

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..activation_gate import activation_gate
@@ -11,6 +12,7 @@ from ..core.autocast import autocast_dtype
 from ..core.autograd import plain
 from ..core.backend import Op
 from ..core.deterministic import is_deterministic
+from ..core.elementwise import sigmoid, soft_cap
 from ..core.recurrence import at_least_fp32, check_scale
 from ..delta_gates import GateInputs, channel_decay, strength
 from ..delta_rule import delta_rule
@@ -79,7 +81,38 @@ class TiedGates(NamedTuple):
     layer: int = 0
 
 
-Decay = GateInputs | TiedGates | Tensor | None
+class CappedGates(NamedTuple):
+    """log_decay = log σ(f) and β = exp(i) of mLSTM, where x = cap · tanh((raw + bias) / cap) of the raw f and i.
+
+    With the stabiliser m_t = max(log σ(f_t) + m_{t−1}, i_t), states are kept without their factor exp(m_t).
+    """
+
+    f: Tensor  # [B,1,H]
+    i: Tensor  # [B,1,H]
+    f_bias: Tensor  # [H]
+    i_bias: Tensor  # [H]
+    cap: float | None = None
+    exponential: bool = True  # False: β = σ(i), without a stabiliser
+
+    def gates(self, carried: Sequence[Tensor]) -> tuple[Tensor, Tensor, tuple[Tensor, ...], Tensor | None]:
+        """Return log_decay and β [B,1,H] without exp(m), the next `carried`, and exp(−m) [B,1,H] or None."""
+        f, i = at_least_fp32(self.f) + self.f_bias, at_least_fp32(self.i) + self.i_bias
+        f, i = F.logsigmoid(soft_cap(f, self.cap)), soft_cap(i, self.cap)
+        if not self.exponential:
+            return f, sigmoid(i), (), None
+        before = carried[0][:, None]
+        m = torch.maximum(f.double() + before, i.double()).detach()
+        return *without_stabiliser(f, i, m, before), (m[:, 0],), (-m).exp().to(i.dtype)
+
+
+def without_stabiliser(f: Tensor, i: Tensor, m: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+    """Return log_decay and β of logs of gates f and i, relative to the stabiliser m and that of the previous token."""
+    # f_t + m_{t−1} − m_t is 0 where m_t is the decayed maximum. Rounding must not lift it above 0. The bound is on
+    # the other terms, since a clamp of the sum would leave f without a gradient.
+    return (f + torch.minimum(before - m, -f.detach())).to(f.dtype), (i - m).exp().to(i.dtype)
+
+
+Decay = GateInputs | TiedGates | CappedGates | Tensor | None
 Beta = Strength | ChannelStrength | None
 
 
@@ -87,8 +120,8 @@ class TokenOps(NamedTuple):
     """Gates, recurrence and output of each head, which `recurrence_token` computes after the features."""
 
     delta: bool = False  # whether the recurrence is `delta_rule` rather than `linear_recurrence`
-    # the arguments of `delta_gates`, of H recurrences, with a decay per head or per channel; or `TiedGates`, or log
-    # decays as `linear_recurrence` takes them
+    # the arguments of `delta_gates`, of H recurrences, with a decay per head or per channel; or `TiedGates`,
+    # `CappedGates`, or log decays as `linear_recurrence` takes them
     decay: Decay = None
     # β, if `decay` does not contain it. Without either, β is dt of `discretise` in a linear recurrence whose `decay`
     # has its arguments, and 1 in others.
@@ -101,12 +134,18 @@ class TokenOps(NamedTuple):
     skip: Tensor | None = None  # factor of the value that is added to the output of each head [H]
     steps: int = 1  # n, of the delta rule
     scale: float | None = None  # factor on the output of the recurrence; by default (key size of the state)^-½
+    centred: bool = False  # whether the norm subtracts the mean first; its weight is then [H,V]
+    # added to the divisor max(|n·q|, exp(−m)) of the output, where n is the last column of the state, that of a value
+    # of 1, and m the stabiliser, or 0; None for no divisor
+    divisor_eps: float | None = None
+    carried: tuple[Tensor, ...] = ()  # what earlier tokens leave besides the state: the stabiliser [B,H] in fp64
 
     def tensors(self) -> list[Tensor]:
         """All tensors."""
         parts = (self.beta, self.norm, self.turn, self.feedback)
         decay = self.decay.tensors if isinstance(self.decay, GateInputs) else self.decay
-        every = [decay if isinstance(decay, tuple) else (decay,), (self.skip,), *(part or () for part in parts)]
+        decays = decay if isinstance(decay, tuple) else (decay,)
+        every = [decays, self.carried, (self.skip,), *(part or () for part in parts)]
         return [x for part in every for x in part if isinstance(x, Tensor)]
 
     @property
@@ -120,6 +159,7 @@ class TokenOps(NamedTuple):
     def raw(self) -> list[Tensor]:
         """The tensors that are columns of the projection."""
         gates = [self.decay.a, self.decay.b] if isinstance(self.decay, GateInputs) else []
+        gates += [self.decay.f, self.decay.i] if isinstance(self.decay, CappedGates) else []
         gates += [] if self.beta is None else [self.beta.b]
         gates += [self.beta.w] if isinstance(self.beta, ChannelStrength) else []
         return [x for x in (*gates, None if self.norm is None else self.norm.gate) if x is not None]
@@ -130,8 +170,9 @@ class TokenResult(NamedTuple):
 
     y: Tensor  # [B,1,H,V]
     histories: list[Tensor]  # of q, k and v, for the next token
-    state: Tensor  # [B,H,K,V]
+    state: Tensor  # [B,H,K,V], with a divisor [B,H,K,V+1]
     position: Tensor | None  # tokens seen [B], if there is a `Turn`
+    carried: tuple[Tensor, ...] = ()  # for the next token
 
 
 def padded(size: int) -> int:
@@ -139,22 +180,34 @@ def padded(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-def in_one_launch(streams: Sequence[FeatureStream], ops: TokenOps, state: Tensor) -> bool:
-    """Return whether one kernel computes a token: neither gradients nor casts, and sizes for which there is a kernel.
+def without_casts(tensors: Sequence[Tensor | None], raw: Sequence[Tensor], state: Tensor) -> bool:
+    """Return whether a kernel for one token may run: neither gradients nor casts, nor deterministic mode.
 
-    Deterministic mode uses the kernels of longer sequences.
+    That mode uses the kernels of longer sequences.
+
+    Args:
+        tensors: All tensors of the call.
+        raw: Those that are columns of the projection.
+        state: The state.
     """
-    q, k, v = streams
-    tensors = [*ops.tensors(), state, *(x for s in streams for x in (s.x, s.weight, s.bias, s.history))]
-    kinds = {x.dtype for x in (*ops.raw(), *(stream.x for stream in streams))}
-    pairs = None if ops.turn is None or ops.turn.doubles else len(ops.turn.rates)
+    kinds = {x.dtype for x in raw}
     return (
         not is_deterministic()
         and plain(tensors)
         and not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors))
         and len(kinds) == 1
         and torch.float64 not in {state.dtype, *kinds}
-        and autocast_dtype(q.x.device) is None
+        and autocast_dtype(raw[0].device) is None
+    )
+
+
+def in_one_launch(streams: Sequence[FeatureStream], ops: TokenOps, state: Tensor) -> bool:
+    """Return whether one kernel computes a token: it may run, and there is one for these sizes."""
+    q, k, v = streams
+    tensors = [*ops.tensors(), state, *(x for s in streams for x in (s.x, s.weight, s.bias, s.history))]
+    pairs = None if ops.turn is None or ops.turn.doubles else len(ops.turn.rates)
+    return (
+        without_casts(tensors, [*(stream.x for stream in streams), *ops.raw()], state)
         and (pairs is None or 2 * pairs == q.size == padded(q.size))
         and padded(q.size) * (state.shape[2] // q.size) * padded(v.size) <= LARGEST
         and all(s.product is None and s.taps <= MOST_TAPS for s in streams)
@@ -186,6 +239,13 @@ def check(streams: Sequence[FeatureStream], ops: TokenOps, state: Tensor) -> Non
     strong = isinstance(ops.decay, GateInputs) and ops.decay.b is not None
     if strong and (n > 1 or ops.beta is not None):
         raise ValueError("beta: with several steps, or a separate β, `decay` must not have b")
+    if isinstance(ops.decay, CappedGates) and (ops.delta or ops.beta is not None):
+        raise ValueError("decay: CappedGates are those of a linear recurrence without a separate β")
+    if ops.divisor_eps is not None and (ops.delta or ops.skip is not None):
+        raise ValueError("divisor_eps: only a linear recurrence without a skip has a divisor")
+    stabilisers = int(isinstance(ops.decay, CappedGates) and ops.decay.exponential)
+    if len(ops.carried) != stabilisers:
+        raise ValueError(f"carried: expected {stabilisers} tensors, got {len(ops.carried)}")
     if n > 1 and ops.feedback is not None:
         raise ValueError(f"steps: a feedback takes one step, got {n}")
     doubled = ops.turn is not None and ops.turn.doubles
@@ -219,6 +279,10 @@ def _shapes(ops: TokenOps, sizes: tuple[int, ...], size: int, k: Tensor, state: 
         shapes += [("decay", decay.b, (B, 1, H)), ("decay.dt_bias", decay.dt_bias, (H, K)[: decay.dt_bias.dim()])]
     elif isinstance(decay, Tensor):
         shapes += [("decay", decay, {1: (H,), 3: (B, 1, H)}.get(decay.dim(), (B, 1, H, K)))]
+    elif isinstance(decay, CappedGates):
+        shapes += [("decay.f", decay.f, (B, 1, H)), ("decay.i", decay.i, (B, 1, H))]
+        shapes += [("decay.f_bias", decay.f_bias, (H,)), ("decay.i_bias", decay.i_bias, (H,))]
+        shapes += [("carried", x, (B, H)) for x in ops.carried]
     elif decay is not None:
         layers = 0 if decay.bounds is None else len(decay.bounds)
         shapes += [("k", k, (B, 1, H, size)), ("decay.bounds", decay.bounds, (layers, H * K))]
@@ -227,8 +291,9 @@ def _shapes(ops: TokenOps, sizes: tuple[int, ...], size: int, k: Tensor, state: 
     elif beta is not None:
         shapes += [("k", k, (B, 1, H, size)), ("beta.b", beta.b, (B, 1, H * K)), ("beta.w", beta.w, (B, 1, H * V))]
     if ops.norm is not None:
-        shapes += [("norm.gate", ops.norm.gate, (B, 1, H, V)), ("norm.weight", ops.norm.weight, (V,))]
-    return [*shapes, ("initial_state", state, (B, H, K, V))]
+        per_channel = (H, V) if ops.centred else (V,)
+        shapes += [("norm.gate", ops.norm.gate, (B, 1, H, V)), ("norm.weight", ops.norm.weight, per_channel)]
+    return [*shapes, ("initial_state", state, (B, H, K, V + (ops.divisor_eps is not None)))]
 
 
 def recurrence_token(
@@ -241,11 +306,11 @@ def recurrence_token(
     Args:
         streams: The arguments of `features` for q [B,1,G,K], k [B,1,n·G,K] and v [B,1,n·H,V], with `return_history`.
         ops: What follows the features.
-        initial_state: S_0 [B,H,K,V]; with a `Turn` that doubles heads [B,H,2K,V].
-        consume_state: Whether the next state may be written into `initial_state`.
+        initial_state: S_0 [B,H,K,V]; with a `Turn` that doubles heads [B,H,2K,V], with a divisor [B,H,K,V+1].
+        consume_state: Whether the next state may be written into `initial_state`, and `carried` in place.
 
     Returns:
-        The output, the history of each stream, the next state and position.
+        The output, the history of each stream, and the next state, position and `carried`.
 
     Raises:
         ValueError: An argument does not fit the others; the message starts with its name.
@@ -270,7 +335,10 @@ def composed(
         q, k = ops.turn(q), ops.turn(k)
     k, v = (x.unflatten(2, (n, -1)).flatten(1, 2) for x in (k, v))
     log_decay, beta = (None, None) if gates is None else gates
-    if isinstance(decay, TiedGates):
+    carried, floor = ops.carried, None
+    if isinstance(decay, CappedGates):
+        log_decay, beta, carried, floor = decay.gates(carried)
+    elif isinstance(decay, TiedGates):
         odds = None if decay.bounds is None else lower_bound_odds(decay.bounds, decay.layer)
         log_decay, written = tied_gates(k.flatten(2), odds=odds, dtype=k.dtype)
         k, log_decay = written.view_as(k), log_decay.view_as(k)
@@ -297,13 +365,23 @@ def composed(
         before = ops.feedback is not None
         o, state = delta_rule(q, k, v, ones, log_decay, erase=erase, read_before=before, steps=n, **options)
     else:
-        o, state = linear_recurrence(q, k, v, log_decay, beta, **options)
+        wide = v if ops.divisor_eps is None else torch.cat([v, v.new_ones(1).expand(*v.shape[:3], 1)], -1)
+        o, state = linear_recurrence(q, k, wide, log_decay, beta, **options)
     assert state is not None
+    if ops.divisor_eps is not None:
+        o, divisor = at_least_fp32(o).split([v.shape[3], 1], -1)
+        floor = divisor.new_ones(()) if floor is None else floor[..., None]
+        o = o / (torch.maximum(divisor.abs(), floor) + ops.divisor_eps)
     o = o if ops.skip is None else skip_readout(o, v, ops.skip.expand(o.shape[:3]))
     following = [
         s.x.new_zeros(len(o), 0, s.channels) if x is None else x for s, x in zip(streams, histories, strict=True)
     ]
-    return TokenResult(_normed(o, ops.norm), following, state, None if ops.turn is None else ops.turn.positions + 1)
+    if ops.centred:
+        o = at_least_fp32(o)
+        o = o - o.mean(-1, keepdim=True)
+    y = _normed(o, ops.norm)
+    y = y if o.dtype == v.dtype else y.to(v.dtype)
+    return TokenResult(y, following, state, None if ops.turn is None else ops.turn.positions + 1, carried)
 
 
 def _fed_back(q: Tensor, k: Tensor, feedback: Feedback, heads: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -320,6 +398,8 @@ def _normed(o: Tensor, norm: GatedNorm | None) -> Tensor:
     if norm is None:
         return o
     gate, weight, eps, gate_first, activation = norm
+    if weight is not None and weight.dim() > 1:
+        return _normed(o, norm._replace(weight=None)) * weight
     if gate is None:
         return rms_norm(o, weight, eps)
     return gated_rms_norm(o, gate, weight, eps, gate_first=gate_first, activation=activation)

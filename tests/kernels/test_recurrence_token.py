@@ -37,14 +37,22 @@ class Case(NamedTuple):
     rank: int | None = None  # of a product that makes the inputs of the decays
     sigmoid: bool = False  # activation of the gate
     delta: bool = True
-    gates: str = "delta"  # or none, strength, channels, product, constant, head, channel, steps, or tied and layers
+    # or none, strength, channels, product, constant, head, channel, steps, tied and layers, or exponential or logistic
+    # (of mLSTM) and a factor
+    gates: str = "delta"
     turn: str = "none"  # pairs, doubled
     skip: bool = False
-    norm: str = "gated"  # norm or none
+    norm: str = "gated"  # norm, centred or none
     steps: int = 1
     feedback: str = "none"  # rate, correction or unit
+    cap: float | None = None
+    divisor: bool = False
+    stabiliser: float = 0.0  # that of earlier tokens
 
 
+MLSTM = Case(
+    delta=False, gates="exponential 1", divisor=True, norm="centred", sigmoid=True, taps=0, qk=("identity", "none")
+)
 CASES = [
     Case(),
     Case(B=1, H=1, G=1, K=1, V=1),
@@ -87,6 +95,15 @@ CASES = [
     Case(delta=False, gates="tied 2", B=1, H=1, G=1, K=1, V=1, qk=("identity", "none"), norm="norm"),
     Case(delta=False, gates="channel", turn="pairs", dtype=torch.bfloat16, bias=True),
     Case(delta=False, gates="tied 3", dtype=torch.bfloat16, qk=("identity", "none"), norm="none"),
+    MLSTM,
+    MLSTM._replace(gates="exponential 50", K=12, V=20, B=3, stabiliser=-60.0),
+    MLSTM._replace(gates="exponential 50", cap=15.0, stabiliser=1e4),
+    MLSTM._replace(dtype=torch.bfloat16, cap=15.0),
+    MLSTM._replace(gates="exponential 4", cap=15.0, norm="none"),
+    MLSTM._replace(gates="logistic 50", sigmoid=False, gate_first=True),
+    MLSTM._replace(gates="logistic 1", divisor=False, cap=2.0, B=1, K=64, V=128),
+    MLSTM._replace(gates="channel", H=6, G=2, turn="doubled", taps=4, norm="norm"),
+    Case(delta=False, gates="none", norm="centred", skip=True, K=5, V=3),
 ]
 
 
@@ -121,7 +138,10 @@ def arguments(case: Case, device: str = "cpu") -> dict[str, Any]:
         a = a if case.rank else a.unflatten(-1, (H, K))
     up = draw(dt_bias.numel(), case.rank) / case.rank if case.rank else None
     bias_of_b = bias if case.bias else None
-    layers = int(case.gates.partition(" ")[2] or 0)
+    kind, _, number = case.gates.partition(" ")
+    layers = factor = int(number or 0)
+    raw = [x * factor for x in (a, b)]
+    carried = (draw(B, H, dtype=torch.float64) + case.stabiliser,) if kind == "exponential" else ()
     decay_only = kernels.GateInputs(a, A_log, dt_bias, None, up=up, lower_bound=case.lower_bound)
     decay, beta = {
         "delta": lambda: (
@@ -137,16 +157,19 @@ def arguments(case: Case, device: str = "cpu") -> dict[str, Any]:
         "channel": lambda: (-draw(B, 1, H, width, dtype=torch.float32).abs(), None),
         "steps": lambda: (decay_only, None),
         "tied": lambda: (kernels.TiedGates(draw(layers, H * width) if layers else None, max(layers // 2, 1)), None),
-    }[case.gates.partition(" ")[0]]()
-    weight = draw(V, dtype=torch.float32) if case.weight else None
+        "exponential": lambda: (kernels.CappedGates(*raw, A_log, dt_bias, case.cap), None),
+        "logistic": lambda: (kernels.CappedGates(*raw, A_log, dt_bias, case.cap, exponential=False), None),
+    }[kind]()
+    centred = case.norm == "centred"
+    weight = draw(*((H, V) if centred else (V,)), dtype=torch.float32) if case.weight else None
     activation: Literal["silu", "sigmoid"] = "sigmoid" if case.sigmoid else "silu"
     gate = gate.unflatten(-1, (H, -1))
     norm = {
         "gated": kernels.GatedNorm(gate, weight, 1e-5, case.gate_first, activation),
         "norm": kernels.GatedNorm(None, weight, 1e-5),
         "none": None,
-    }[case.norm]
-    state = draw(B, H, width, V, dtype=torch.float32)
+    }["gated" if centred else case.norm]
+    state = draw(B, H, width, V + case.divisor, dtype=torch.float32)
     seen = torch.arange(7, 7 + B, device=device)
     shape = {"pairs": (K // 2,), "doubled": (G, K)}.get(case.turn)
     turn = None if shape is None else kernels.Turn(seen, draw(*shape, dtype=torch.float32).abs(), 1.2)
@@ -159,6 +182,7 @@ def arguments(case: Case, device: str = "cpu") -> dict[str, Any]:
         "unit": kernels.Feedback(rate, correction, unit=True),
     }[case.feedback]
     ops = kernels.TokenOps(case.delta, decay, beta, norm, turn, feedback, skip, n, case.scale)
+    ops = ops._replace(centred=centred, divisor_eps=1e-6 if case.divisor else None, carried=carried)
     return {"streams": streams, "ops": ops, "initial_state": state}
 
 
@@ -166,7 +190,8 @@ def arguments(case: Case, device: str = "cpu") -> dict[str, Any]:
 def run(a: dict[str, Any], backend: str, **options: Any) -> tuple[Tensor, ...]:
     with kernels.backend(backend):
         token = kernels.recurrence_token(**a, **options)
-    return token.y, *token.histories, *([] if token.position is None else [token.position]), token.state
+    position = [] if token.position is None else [token.position]
+    return token.y, *token.histories, *position, *token.carried, token.state
 
 
 def launches(a: dict[str, Any]) -> list[str]:
@@ -194,20 +219,23 @@ def test_the_ops(case: Case, device: str):
     assert_close(actual, expected, 2e-2 if case.dtype == torch.bfloat16 else 1e-5)
 
 
+@pytest.mark.parametrize("case", [Case(), MLSTM._replace(taps=4)])
 @pytest.mark.parametrize("device", PLACES)
-def test_states_are_overwritten_only_if_they_may_be(device: str):
-    a = arguments(Case(), device)
-    before = a["initial_state"].clone()
+def test_states_are_overwritten_only_if_they_may_be(device: str, case: Case):
+    a = arguments(case, device)
+    before, carried = a["initial_state"].clone(), [x.clone() for x in a["ops"].carried]
     for stream in a["streams"]:
         stream.consume_history = False
     histories = [stream.history.clone() for stream in a["streams"]]
     first = run(a, "triton")
     assert torch.equal(a["initial_state"], before)
+    assert all(map(torch.equal, a["ops"].carried, carried))
     assert all(torch.equal(stream.history, past) for stream, past in zip(a["streams"], histories, strict=True))
     for stream in a["streams"]:
         stream.consume_history = True
     second = run(a, "triton", consume_state=True)
     assert second[-1].data_ptr() == a["initial_state"].data_ptr()
+    assert all(x.data_ptr() == y.data_ptr() for x, y in zip(second[4:-1], a["ops"].carried, strict=True))
     assert all(h.data_ptr() == s.history.data_ptr() for h, s in zip(second[1:4], a["streams"], strict=True))
     assert_close(second, first, 0)
 
@@ -250,6 +278,8 @@ def test_other_calls_run_the_ops(why: str):
 
 
 HEADS = torch.zeros(2, 1, 2)
+CAPPED = kernels.CappedGates(HEADS, HEADS, torch.zeros(2), torch.zeros(2))
+LINEAR: dict[str, Any] = {"delta": False, "carried": (torch.zeros(2, 2),)}
 
 
 @pytest.mark.parametrize(
@@ -288,6 +318,17 @@ HEADS = torch.zeros(2, 1, 2)
         ({"skip": torch.zeros(3)}, r"skip: expected \[2\], got shape \(3,\)"),
         ({"steps": 2}, r"streams: expected q \[B,1,G,K\], k \[B,1,2·G,K\] and v \[B,1,2·H,V\], H a multiple of G, got"),
         ({"scale": float("nan")}, "scale: must be a finite number, got nan"),
+        (
+            {"norm": kernels.GatedNorm(None, torch.zeros(16), 0.0), "centred": True},
+            r"norm.weight: expected \[2, 16\], got",
+        ),
+        ({"divisor_eps": 0.0}, "divisor_eps: only a linear recurrence without a skip has a divisor"),
+        ({"carried": (torch.zeros(2, 2),)}, "carried: expected 0 tensors, got 1"),
+        ({"decay": CAPPED}, "decay: CappedGates are those of a linear recurrence without a separate β"),
+        ({"decay": CAPPED, "delta": False}, "carried: expected 1 tensors, got 0"),
+        ({"decay": CAPPED, "delta": False, "carried": (torch.zeros(2),)}, r"carried: expected \[2, 2\], got shape"),
+        ({"decay": CAPPED._replace(i=HEADS[0]), **LINEAR}, r"decay.i: expected \[2, 1, 2\], got shape \(1, 2\)"),
+        ({"decay": CAPPED._replace(f_bias=HEADS), **LINEAR}, r"decay.f_bias: expected \[2\], got shape \(2, 1, 2\)"),
         ({"beta": kernels.Strength(HEADS)}, "beta: with several steps, or a separate β, `decay` must not have b"),
     ],
 )
@@ -348,6 +389,8 @@ def test_streams_that_are_no_token():
         Case(B=3, H=32, G=1, K=128, V=64, dtype=torch.bfloat16, delta=False, gates="steps", norm="none", skip=True),
         Case(B=3, H=8, G=8, K=128, V=128, dtype=torch.bfloat16, delta=False, gates="tied", taps=0, norm="none"),
         Case(B=3, H=6, G=6, K=96, V=96, delta=False, gates="tied 24", taps=4, norm="none"),
+        MLSTM._replace(B=64, H=8, G=8, K=64, V=128, dtype=torch.bfloat16, cap=15.0),
+        MLSTM._replace(B=3, H=4, G=4, K=96, V=192, gates="exponential 50", stabiliser=-60.0),
     ],
 )
 def test_on_device(case: Case):

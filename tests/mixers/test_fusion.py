@@ -12,6 +12,7 @@ import kernels
 from mixers import (
     HGRN2,
     KDA,
+    MLSTM,
     DeltaNet,
     Discretisation,
     Features,
@@ -22,6 +23,7 @@ from mixers import (
     LinearMixer,
     Mamba2,
     Mamba2Discretisation,
+    Mamba3,
     NormOnly,
     RetNet,
     Rotary,
@@ -32,14 +34,16 @@ from mixers.base import Streams
 from mixers.decay import BoundedChannelDecay, ChannelDecay, Strength
 from mixers.fusion import Fusable
 from mixers.hgrn2 import LowerBounds
-from mixers.norm import Output, SigmoidGatedRMSNorm
+from mixers.mamba3 import Trapezoid
+from mixers.mlstm import CappedGates, HeadLayerNorm
+from mixers.norm import Output, SigmoidGatedRMSNorm, ZeroCentredRMSNorm
 
 from .variants import CAUSAL, Factory
 
 # mixers with a token in one launch
 FUSED_TOKENS = (
     *("Comba", "CosFormer2", "DeltaNet", "GLA", "GatedDeltaNet", "GatedDeltaNet2", "GatedDeltaProduct", "HGRN2", "KDA"),
-    *("LinearAttention", "Mamba2", "RetNet", "TNL"),
+    *("LinearAttention", "Mamba2", "MLSTM", "Mamba3", "RetNet", "TNL"),
 )
 
 
@@ -196,6 +200,21 @@ class OtherStrength(Strength):
         return super().forward(b) / 2
 
 
+class HalvedGates(CappedGates):
+    def forward(self, i: Tensor, f: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(i / 2, f / 2)
+
+
+class DoubledLayerNorm(HeadLayerNorm):
+    def forward(self, o: Tensor, gate: Tensor | None) -> Tensor:
+        return 2 * super().forward(o, gate)
+
+
+class HalvedTrapezoid(Trapezoid):
+    def forward(self, a: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return super().forward(a / 2, r, w)
+
+
 class OwnRotary(Rotary):
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         return 2 * super().forward(x, positions)
@@ -207,6 +226,9 @@ FUSED: dict[str, Factory] = {name: factory for name, factory in CAUSAL.items() i
     "GatedDeltaProduct without gate": partial(GatedDeltaProduct, output=NormOnly, num_steps=3),
     "RetNet with longer context": partial(RetNet, qk=Features(map=partial(YarnRotary, factor=4.0, original_length=8))),
     "Mamba2 with groups of heads": partial(Mamba2, state_dim=16, head_dim=16),
+    "Mamba3 with a norm": partial(Mamba3, head_dim=16, state_dim=12, num_groups=2, output=GatedRMSNorm),
+    "MLSTM without a normaliser": partial(MLSTM, input_gate="sigmoid", normaliser=False, gate_cap=None),
+    "MLSTM with sigmoid and convolutions": partial(MLSTM, input_gate="sigmoid", qk=Features(4, activation="silu")),
 }
 
 
@@ -222,7 +244,7 @@ def test_a_token_is_fused(name: str):
         for t in range(2):
             y, state = mixer(x[:, t : t + 1], state)
             outputs.append(y)
-    assert "recurrence_token" in ran
+    assert {"recurrence_token", "trapezoid_token"} & set(ran)
     assert not {"delta_rule", "linear_recurrence", "features"} & set(ran)
     with kernels.backend("torch"):
         expected, after = mixer(x, mixer.init_state(2))
@@ -238,6 +260,10 @@ def test_a_token_is_fused(name: str):
         partial(RetNet, qk=Features(map=LearnedRotary)),
         DeltaNet,
         GatedDeltaProduct,
+        MLSTM,
+        partial(MLSTM, norm_eps=1e-3),
+        partial(Mamba3, head_dim=16, decay=HalvedTrapezoid),
+        partial(Mamba3, head_dim=16, state_dim=12),
     ],
 )
 @torch.no_grad()
@@ -245,6 +271,12 @@ def test_parts_of_a_subclass_are_called_for_a_token(mixer: Factory):
     layer, x = mixer(Site(hidden_size=32, num_heads=2, layer=1, num_layers=3)), torch.randn(2, 3, 32)
     if isinstance(layer, DeltaNet | GatedDeltaProduct):
         layer.beta = OtherStrength(layer.steps * layer.gate_heads)
+    if isinstance(layer, MLSTM) and layer.o_norm.eps == 1e-3:
+        layer.o_norm = DoubledLayerNorm(2, 16, 1e-3)
+    elif isinstance(layer, Mamba3) and layer.key_size == 12:
+        layer.k_norm = ZeroCentredRMSNorm(12)
+    elif isinstance(layer, MLSTM):
+        layer.gate = HalvedGates(2, None, 1.0)
     state, outputs = layer.init_state(2), []
     for t in range(3):
         y, state = layer(x[:, t : t + 1], state)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -116,6 +117,30 @@ def test_gradients_of_recomputed_keys(bounds: list[int] | None):
     with kernels.recomputing():
         y = mixer(x, cu_seqlens=cu_seqlens)[0]
     assert all(torch.equal(one, other) for one, other in zip(gradients(y), expected, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("gain", "options"),
+    [(1, {}), (50, {"rotary_fraction": 1.0, "num_groups": 1}), (1, {"output": GatedRMSNorm})],
+)
+@torch.no_grad()
+def test_tokens_after_a_prompt(gain: int, options: dict[str, Any]):
+    """Launches for single tokens continue a state, also with gates of any size."""
+    pytest.importorskip("triton")
+    mixer, x = shaken(SMALL(SITE, **options)), torch.randn(3, 6, 32)
+    gates = sum(mixer.in_proj.widths[name] for name in ("dt", "A", "trap", "angles"))
+    mixer.in_proj.weight[-gates:].mul_(gain)
+    expected, last = mixer(x, mixer.init_state(3))
+    y, state = mixer(x[:, :2], mixer.init_state(3))
+    outputs = [y]
+    with kernels.backend("triton"), kernels.implementations() as ran:
+        for t in range(2, 6):
+            y, state = mixer(x[:, t : t + 1], state)
+            outputs.append(y)
+    assert set(ran) <= {"trapezoid_token", "linear", "gated_rms_norm"}
+    for actual, exact in ((torch.cat(outputs, 1), expected), (state.matrix, last.matrix)):
+        assert (actual - exact).norm() <= 5e-5 * exact.norm()
 
 
 class Doubled(GateOnly):

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -114,6 +115,34 @@ def test_gates_of_any_size_in_a_long_context():
         expected = mixer.double()(x.double())[0]
     assert y.isfinite().all()
     assert (y.double() - expected).norm() < 1e-3 * expected.norm()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("gain", "options"),
+    [
+        (50, {"gate_cap": None}),
+        (1, {"gate_cap": 5.0, "input_bias": 2.0}),
+        (50, {"gate_cap": None, "input_gate": "sigmoid"}),
+        (1, {"input_gate": "sigmoid", "normaliser": False}),
+    ],
+)
+@torch.no_grad()
+def test_tokens_after_a_prompt(gain: int, options: dict[str, Any]):
+    """Launches for single tokens continue a state, also with gates of any size and keys of zero."""
+    mixer, x = MLSTM(SITE, **options), torch.randn(3, 6, 32)
+    mixer.in_proj.weight[-36:-32].normal_(std=gain / 32**0.5)
+    x[1, 0] = x[2, :4] = 0
+    expected, last = mixer(x, mixer.init_state(3))
+    y, state = mixer(x[:, :2], mixer.init_state(3))
+    outputs = [y]
+    with kernels.backend("triton"), kernels.implementations() as ran:
+        for t in range(2, 6):
+            y, state = mixer(x[:, t : t + 1], state)
+            outputs.append(y)
+    assert set(ran) <= {"recurrence_token", "linear"}
+    torch.testing.assert_close(torch.cat(outputs, 1), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(state, last, rtol=1e-4, atol=1e-5)
 
 
 def test_the_first_gates_and_sizes():

@@ -27,9 +27,10 @@ from ...gpu.overlap import prefetch, wait
 from ...gpu.paths import KernelPath, always, note
 from ...gpu.rows import load, rows_of
 from ...gpu.tiles import sigmoid
+from ...linear.gpu.op import tanh
 from ...norm import GatedNorm
 from ...norm.gpu.op import strided as heads_of_rows
-from .. import Decay, Strength, TiedGates, TokenOps, TokenResult
+from .. import CappedGates, Decay, Strength, TiedGates, TokenOps, TokenResult
 
 WHOLE_TOKEN = KernelPath(
     "whole_token",
@@ -143,6 +144,12 @@ def positioned(y, position, rates, amplitude, h, TURN: tl.constexpr, STREAM: tl.
     return y
 
 
+@triton.jit
+def capped(x, CAP: tl.constexpr):
+    """CAP · tanh(x / CAP), or x with a CAP of None."""
+    return x if CAP is None else CAP * tanh(x / CAP)
+
+
 @triton.jit(do_not_specialize=["a_row", "b_row", "w_row", "layer"])
 def advance_token(
     q,  # [B,G·K], with any stride of rows, as k and v
@@ -174,7 +181,8 @@ def advance_token(
     positions,  # [B]
     rates,
     following,  # [B]: the next positions
-    state,  # [B,H,K,V], which becomes the next one
+    stabilisers,  # [B,H], which become the next ones, as the state does
+    state,  # [B,H,K,V], with a divisor [B,H,K,V+1]
     y,  # [B,H,V]
     q_row,
     k_row,
@@ -194,9 +202,9 @@ def advance_token(
     VALUE: tl.constexpr,
     H: tl.constexpr,
     REPEATS: tl.constexpr,  # heads that share queries and keys
-    DECAY: tl.constexpr,  # none, constant, given, softplus, bounded or tied
+    DECAY: tl.constexpr,  # none, constant, given, softplus, bounded, tied or capped
     CHANNELS: tl.constexpr,  # whether each key channel has a decay
-    BETA: tl.constexpr,  # none, sigmoid, channels or step
+    BETA: tl.constexpr,  # none, sigmoid, channels, step or capped
     DELTA: tl.constexpr,
     STEPS: tl.constexpr,
     UNIT: tl.constexpr,  # whether the erase key of the feedback is the key
@@ -204,6 +212,9 @@ def advance_token(
     GATE: tl.constexpr,  # none, silu or sigmoid
     GATE_FIRST: tl.constexpr,
     NORMED: tl.constexpr,
+    CENTRED: tl.constexpr,
+    DIVISOR_EPS: tl.constexpr,
+    CAP: tl.constexpr,
     LAYERS: tl.constexpr,  # rows of lower bounds
     LAYER_BLOCK: tl.constexpr,
     EPS: tl.constexpr,
@@ -215,11 +226,12 @@ def advance_token(
     K: tl.constexpr = 2 * SIZE if TURN == "doubled" else SIZE
     BK: tl.constexpr = 2 * HALF if TURN == "doubled" else HALF
     BV: tl.constexpr = VALUE[3]
+    WIDTH: tl.constexpr = V if DIVISOR_EPS is None else V + 1
     DTYPE: tl.constexpr = q.dtype.element_ty
     row, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
     head, g = row * H + h, h // REPEATS
     G: tl.constexpr = H // REPEATS
-    prefetch(state, head * (K * V), K * V, K * V, OVERLAP)
+    prefetch(state, head * (K * WIDTH), K * WIDTH, K * WIDTH, OVERLAP)
     prefetch_head(q_weight, q_history, row, g, Q, OVERLAP)
     for i in tl.static_range(STEPS):
         prefetch_head(k_weight, k_history, row, i * G + g, KEY, OVERLAP)
@@ -228,13 +240,14 @@ def advance_token(
         prefetch(A_log, 0, H, H, OVERLAP)
         prefetch(dt_bias, h * K if CHANNELS else 0, K if CHANNELS else H, K if CHANNELS else H, OVERLAP)
     if scale_of_norm is not None:
+        scale_of_norm += h * V if CENTRED else 0
         prefetch(scale_of_norm, 0, V, V, OVERLAP)
     wait(OVERLAP)
     r, c = tl.arange(0, BK), tl.arange(0, BV)
     channel = r // HALF * SIZE + r % HALF  # row of the state
     in_key = r % HALF < SIZE
-    at = channel[:, None] * V + c[None, :]
-    state += head * (K * V)
+    at = channel[:, None] * WIDTH + c[None, :]
+    state += head * (K * WIDTH)
     inside = in_key[:, None] & (c < V)[None, :]
     q_window = window_of(q, q_weight, q_history, row, g, q_row, Q)
     k_windows, v_windows = (), ()
@@ -242,6 +255,9 @@ def advance_token(
         k_windows = k_windows + window_of(k, k_weight, k_history, row, i * G + g, k_row, KEY)
         v_windows = v_windows + window_of(v, v_weight, v_history, row, i * H + h, v_row, VALUE)
     S = tl.load(state + at, mask=inside, other=0.0)
+    if DIVISOR_EPS is not None:
+        n = tl.load(state + channel[:, None] * WIDTH + V, mask=in_key[:, None], other=0.0)
+        floor = 1.0
     if TURN != "none":
         position = tl.load(positions + row)
     if DECAY == "constant":
@@ -260,6 +276,16 @@ def advance_token(
             step = load(a, row * a_row + h, True) + load(dt_bias, h, True)
             decay = tl.exp(decay_of(step, rate, lower, DECAY == "bounded"))
     strengths = ()
+    if DECAY == "capped":
+        forget = log_sigmoid(capped(load(a, row * a_row + h, True) + load(dt_bias, h, True), CAP))
+        write = capped(load(b, row * b_row + h, True) + load(bias, h, True), CAP)
+        if stabilisers is None:
+            strengths, decay = (tl.sigmoid(write),), tl.exp(forget)
+        else:
+            past = forget.to(tl.float64) + tl.load(stabilisers + head).to(tl.float64)
+            m = tl.maximum(past, write.to(tl.float64))
+            strengths, decay = (tl.exp((write - m).to(tl.float32)),), tl.exp((past - m).to(tl.float32))
+            floor = tl.exp(-m.to(tl.float32))
     for i in tl.static_range(STEPS):
         if BETA == "sigmoid":
             raw = load(b, row * b_row + i * H + h, True)
@@ -307,6 +333,8 @@ def advance_token(
                 keep(q_window, q_next, row, g, Q)
             keep(k_window, k_next, row, i * G + g, KEY)
         keep(v_window, v_next, row, i * H + h, VALUE)
+        if stabilisers is not None:
+            tl.store(stabilisers + head, m.to(stabilisers.dtype.element_ty))
         erase = key
         if feedback is not None:
             if correction is not None:
@@ -320,19 +348,28 @@ def advance_token(
             value = (written * value).to(DTYPE).to(tl.float32)
         if DECAY != "none" and i == 0:
             S *= decay
+            if DIVISOR_EPS is not None:
+                n *= decay
         update = value
         if DELTA:
             if feedback is None:
                 memory = tl.sum(erase[:, None] * S, 0)
             update = value - memory
-        if BETA == "sigmoid" or BETA == "step":
+        if BETA == "sigmoid" or BETA == "step" or BETA == "capped":
             update *= strengths[i]
         S += key[:, None] * update[None, :]
+        if DIVISOR_EPS is not None:
+            n += key[:, None] * (1.0 if BETA == "none" else strengths[i])
     tl.store(state + at, S, mask=inside)
     o = tl.sum(query[:, None] * S, 0) * scale
     if skip is not None:
         o += skipped * value
     o = o.to(y.dtype.element_ty).to(tl.float32)
+    if DIVISOR_EPS is not None:
+        tl.store(state + channel[:, None] * WIDTH + V, n, mask=in_key[:, None])
+        o /= tl.maximum(tl.abs(tl.sum(query[:, None] * n, 0) * scale), floor) + DIVISOR_EPS
+    if CENTRED:
+        o = tl.where(c < V, o - tl.sum(o, 0) / V, 0.0)
     if GATE_FIRST and GATE != "none":
         o *= opened
     if NORMED:
@@ -351,7 +388,7 @@ def launch(
     """The launch for streams of these shapes; `numbers` are the arguments between the tensors and the constants."""
     constants: dict[str, Any] = dict(zip(("Q", "KEY", "VALUE"), streams, strict=True))
     names = ["H", "REPEATS", "DECAY", "CHANNELS", "BETA", "DELTA", "STEPS", "UNIT", "TURN"]
-    names += ["GATE", "GATE_FIRST", "NORMED", "LAYERS"]
+    names += ["GATE", "GATE_FIRST", "NORMED", "CENTRED", "DIVISOR_EPS", "CAP", "LAYERS"]
     constants |= dict(zip(names, how, strict=True))
     constants |= {"LAYER_BLOCK": next_power_of_2(max(1, constants["LAYERS"])), "EPS": EPS}
     warps = max(1, min(elements // PER_WARP, MOST_WARPS))
@@ -384,6 +421,9 @@ def decays_of(decay: Decay) -> Decays:
             return Decays((decay.contiguous(), None, None), 0, "constant")
         a, _, row = rows_of(decay.flatten(2))
         return Decays((a, None, None), row, "given", decay.dim() == 4)
+    if isinstance(decay, CappedGates):
+        f, _, row = rows_of(decay.f)
+        return Decays((f, None, decay.f_bias.contiguous()), row, "capped")
     decay = decay.multiplied()
     channels = decay.dt_bias.dim() == 2
     a, _, row = rows_of(decay.a.flatten(2) if channels else decay.a)
@@ -394,6 +434,9 @@ def decays_of(decay: Decay) -> Decays:
 def strengths_of(ops: TokenOps) -> tuple[str, list[Tensor | None], tuple[int, int], float]:
     """The kind of β, the tensors b, bias and w, the strides of b and w, and the largest β."""
     beta = ops.beta
+    if isinstance(ops.decay, CappedGates):
+        i, _, row = rows_of(ops.decay.i)
+        return "capped", [i, ops.decay.i_bias.contiguous(), None], (row, 0), 1.0
     if isinstance(ops.decay, GateInputs) and ops.decay.b is not None:
         beta = Strength(ops.decay.b, ops.decay.bias, ops.decay.largest)
     if isinstance(beta, Strength):
@@ -417,6 +460,7 @@ def forward(streams: Sequence[FeatureStream], ops: TokenOps, initial_state: Tens
     state = initial_state.to(torch.float32).contiguous()
     if state is initial_state and not (consume_state and writable(state)):
         state = state.clone()
+    carried = tuple(x if consume_state and writable(x) else x.contiguous().clone() for x in ops.carried)
     tensors: list[Any] = []
     about, strides = [], []
     for stream, history, later in zip(streams, histories, following, strict=True):
@@ -443,7 +487,8 @@ def forward(streams: Sequence[FeatureStream], ops: TokenOps, initial_state: Tens
     numbers += [decays.lower, amplitude, decays.layer]
     unit = ops.feedback is not None and ops.feedback.unit
     how: list[Any] = [H, repeats, decays.kind, decays.channels, beta, ops.delta, ops.steps, unit, kind]
-    how += ["none" if gate is None else norm.activation, norm.gate_first, ops.norm is not None, decays.layers]
+    how += ["none" if gate is None else norm.activation, norm.gate_first, ops.norm is not None, ops.centred]
+    how += [ops.divisor_eps, ops.decay.cap if isinstance(ops.decay, CappedGates) else None, decays.layers]
     elements = next_power_of_2(state.shape[2]) * about[2][3]
-    launch(tuple(about), B * H, elements, tuple(how), *numbers)(*tensors, after, state, y)
-    return TokenResult(y, following, state, after)
+    launch(tuple(about), B * H, elements, tuple(how), *numbers)(*tensors, after, *(carried or (None,)), state, y)
+    return TokenResult(y, following, state, after, carried)

@@ -1,0 +1,1 @@
+"""The implementation of `trapezoid_token` for GPUs."""
