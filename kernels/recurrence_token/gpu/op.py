@@ -224,11 +224,9 @@ def advance_token(
     for i in tl.static_range(STEPS):
         prefetch_head(k_weight, k_history, row, i * G + g, KEY, OVERLAP)
         prefetch_head(v_weight, v_history, row, i * H + h, VALUE, OVERLAP)
-    if A_log is not None:
-        prefetch(A_log, 0, H, H, OVERLAP)
-        prefetch(dt_bias, h * K if CHANNELS else 0, K if CHANNELS else H, K if CHANNELS else H, OVERLAP)
-    if scale_of_norm is not None:
-        prefetch(scale_of_norm, 0, V, V, OVERLAP)
+    prefetch(A_log, 0, H, H, OVERLAP)
+    prefetch(dt_bias, h * K if CHANNELS else 0, K if CHANNELS else H, K if CHANNELS else H, OVERLAP)
+    prefetch(scale_of_norm, 0, V, V, OVERLAP)
     wait(OVERLAP)
     r, c = tl.arange(0, BK), tl.arange(0, BV)
     channel = r // HALF * SIZE + r % HALF  # row of the state
