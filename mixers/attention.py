@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 import kernels
-from kernels.activation_gate import gated_heads
+from kernels.activation_gate import activation_gate
+from kernels.core.elementwise import sigmoid
 
 from .arguments import check_numbers, size_or
 from .base import Site, TokenMixer, checked_input, checked_site, dense_flops, positions
@@ -34,6 +35,13 @@ def gate_width(gate: Per | None, heads: int, size: int) -> dict[str, int]:
     if gate not in get_args(Per):
         raise kernels.UserError(f"gate: {gate!r} is not one of {', '.join(get_args(Per))}, or null")
     return {"g": heads if gate == "head" else heads * size}
+
+
+def gated(o: Tensor, gate: Tensor) -> Tensor:
+    """Return σ(gate) · o [B,T,H·V] of o [B,T,H,V], for the gate of each head [B,T,H] or channel [B,T,H·V]."""
+    if gate.shape[2] == o.shape[2]:
+        return (o * sigmoid(gate)[..., None]).flatten(2)
+    return activation_gate(gate, o.flatten(2))
 
 
 class AttentionState(NamedTuple):
@@ -134,7 +142,7 @@ class SoftmaxAttention(TokenMixer):
             o, (k, v) = attend_to_cache(run, q, (k, v), *past)
             cache = AttentionState(k, v, histories, following)
         if gate:
-            o = gated_heads(o, gate[0])
+            o = gated(o, gate[0])
         return self.o_proj(o.flatten(2)), cache
 
     def _token_ops(self, q: Tensor, state: AttentionState, gate: Tensor | None) -> kernels.AttentionOps | None:

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 import kernels
-from kernels.activation_gate import gated_heads
 
 from .arguments import check_sizes, size_or
-from .attention import Per, gate_width
+from .attention import Per, gate_width, gated
 from .base import Site, TokenMixer, checked_input, checked_site, dense_flops, positions
 from .context_parallel import ContextParallel
 from .features import Rotary
@@ -137,7 +136,7 @@ class MultiheadLatentAttention(TokenMixer):
 
     def _out(self, o: Tensor, gate: Tensor | None) -> Tensor:
         if gate is not None:
-            o = gated_heads(o, gate)
+            o = gated(o, gate)
         return self.o_proj(o.flatten(2))
 
     def _attention(

@@ -59,10 +59,3 @@ def activation_gate(
         raise ValueError(f"activation: {activation!r} is not one of {', '.join(ACTIVATIONS)}")
     y: Tensor = OP(gate, gate, x, activation, largest)
     return y
-
-
-def gated_heads(o: Tensor, gate: Tensor) -> Tensor:
-    """Return σ(gate) · o [B,T,H,V], for the gate of each head [B,T,H] or channel [B,T,H·V]."""
-    if gate.shape[2] == o.shape[2]:
-        return o * sigmoid(gate)[..., None]
-    return activation_gate(gate, o.flatten(2)).view(o.shape)

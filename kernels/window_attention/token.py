@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..activation_gate import gated_heads
+from ..activation_gate import activation_gate
 from ..core.autocast import autocast_dtype
 from ..core.autograd import plain
 from ..core.backend import Op
@@ -47,8 +47,7 @@ class AttentionOps(NamedTuple):
 
     def tensors(self) -> list[Tensor]:
         """All tensors."""
-        parts = [*self[:4], (self.decay_bias, self.gate)]
-        return [x for part in parts for x in part or () if isinstance(x, Tensor)]
+        return [x for part in (*self[:4], self[4:]) for x in part or () if isinstance(x, Tensor)]
 
 
 @dataclass(frozen=True)
@@ -66,9 +65,8 @@ class TokenAttention:
     def shared(self) -> bool:
         """Return whether the values are the first channels of the keys, in the same memory."""
         k, v = self.cache.entries[:2]
-        return (
-            v.data_ptr() == k.data_ptr() and v.stride(1) == k.stride(1) and k.shape[2] == 1 and v.shape[3] <= k.shape[3]
-        )
+        first = k.shape[2] == 1 and v.shape[3] <= k.shape[3] and v.stride(1) == k.stride(1)
+        return first and v.data_ptr() == k.data_ptr()
 
 
 def check_cache(
@@ -119,7 +117,7 @@ def check_ops(a: Attention, ops: AttentionOps) -> None:
         shape = None if norm is None or norm.weight is None else norm.weight.shape
         if norm is not None and (not 0 < norm.size <= most or shape not in (None, (norm.size,))):
             raise ValueError(
-                f"ops.{name}: expected 1 to {most} channels, and a weight for each, got {norm.size}, {shape}"
+                f"ops.{name}: expected 1 to {most} channels, and a weight for each, got {norm.size} {shape}"
             )
     if turn is not None and (turn.doubles or not 0 < 2 * len(turn.rates) <= D or turn.positions.shape != (B,)):
         actual = f"shapes {tuple(turn.positions.shape)} and {tuple(turn.rates.shape)}"
@@ -198,4 +196,5 @@ def attend(a: TokenAttention) -> Tensor:
     o: Tensor = composed(candidates.forward, a) if is_deterministic() else OP(a.q, a)
     if ops is None or ops.gate is None or a.ops is not None:
         return o.to(dtype)
-    return gated_heads(o.to(dtype), ops.gate)
+    gate = ops.gate if ops.gate.shape[2] > o.shape[2] else ops.gate.repeat_interleave(o.shape[3], 2)
+    return activation_gate(gate, o.to(dtype).flatten(2)).view(o.shape)

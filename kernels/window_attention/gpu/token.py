@@ -134,8 +134,7 @@ def channels_of(x, real, turns, weight, root, offset, STOP: tl.constexpr, N: tl.
 @triton.jit(do_not_specialize=["R", "window"])
 def attend_to_part(
     q,  # [B,1,H,D]
-    q_weight,  # of the norm of the query; None for 1
-    positions, rates,  # [B] and [P], or None
+    q_weight, positions, rates,  # of the norm of the query, [B] and [P]; each may be None
     k, v, log_decay,  # caches [B,R,Hkv,D], [B,R,Hkv,V], [B,R,H]
     seen,  # [B]
     sums,  # [B,H,SPLITS,V]: values, weighted relative to the largest weight
@@ -244,8 +243,7 @@ def attend_to_part(
 @triton.jit(do_not_specialize=["R"])
 def add_newest(
     q, k_new, v_new, g_new,  # [B,1,H,D], [B,1,Hkv,D], [B,1,Hkv,V], [B,1,H]
-    q_weight, k_weight,  # of norms; None for 1
-    positions, rates,  # [B] and [P], or None
+    q_weight, k_weight, positions, rates,  # as above
     bias,  # [H]: g_new has raw gates; or None
     gate,  # of the output of each head [B,H] or channel [B,H·V]; or None
     k, v, log_decay, seen, sums, about,  # as above
@@ -401,9 +399,7 @@ def forward(a: TokenAttention) -> Tensor:
         *(R, scale, *numbers[0], *numbers[1], amplitude),
         *(q_row, k_new_row, v_new_row, g_new_row, gate_row, *strides),
         **sizes,
-        **{"BV": narrow, "CHANNELS": gate is not None and gate.shape[-1] > H},
-        LANES=32 * warps,
-        warps=warps,
+        **{"BV": narrow, "CHANNELS": gate is not None and gate.shape[-1] > H, "LANES": 32 * warps, "warps": warps},
         overlap=True,
     )
     return o
