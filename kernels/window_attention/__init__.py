@@ -57,10 +57,10 @@ def window_attention(
     Raises:
         ValueError: An argument does not fit the others; the message starts with its name.
     """
+    if ops is not None and (cache is None or (ops.q_rest is not None and scale is not None and scale <= 0)):
+        raise ValueError("ops: needs a cache, and `q_rest` a scale above 0")
     a = check(q, k, v, window_size, first_key, scale, cu_seqlens, log_decay)
     if cache is not None:
         return token.attend(token.check_cache(a, window_size, cache, ops))
-    if ops is not None:
-        raise ValueError("ops: needs a cache")
     o: Tensor = OP(v, a)
     return o

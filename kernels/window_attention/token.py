@@ -44,6 +44,7 @@ class AttentionOps(NamedTuple):
     turn: Turn | None = None  # positions of the query and the new key: pairs that turn
     decay_bias: Tensor | None = None  # [H]: log_decay has raw gates, and becomes `forget_gate(log_decay, decay_bias)`
     gate: Tensor | None = None  # per head [B,1,H] or channel [B,1,H·V]: the output becomes σ(gate) · o
+    q_rest: Tensor | None = None  # [B,1,H,R]: the last R channels of the query before `ops`; those of q are not read
 
     def tensors(self) -> list[Tensor]:
         """All tensors."""
@@ -124,25 +125,29 @@ def check_ops(a: Attention, ops: AttentionOps) -> None:
         raise ValueError(f"ops.turn: expected positions [{B}] and rates of 1 to {D // 2} pairs, got {actual}")
     if ops.decay_bias is not None and (a.log_decay is None or ops.decay_bias.shape != (H,)):
         raise ValueError(f"ops.decay_bias: expected raw gates, and [{H}], got shape {tuple(ops.decay_bias.shape)}")
+    if ops.q_rest is not None and (ops.q_rest.shape[:3] != (B, 1, H) or not 0 < ops.q_rest.shape[3] < D):
+        raise ValueError(f"ops.q_rest: expected [{B},1,{H}, below {D}], got shape {tuple(ops.q_rest.shape)}")
     if ops.gate is not None and ops.gate.shape not in [(B, 1, H), (B, 1, H * V)]:
         raise ValueError(f"ops.gate: expected [{B},1,{H}] or [{B},1,{H * V}], got shape {tuple(ops.gate.shape)}")
 
 
-def in_launches(a: TokenAttention) -> bool:
-    """Return whether the launches of attention also compute its `ops`: neither casts, nor norms of values alone."""
-    assert a.ops is not None
-    tensors, raw = [a.q, *a.new, *a.ops.tensors()], {x.dtype for x in (a.q, *a.new[:2])}
+def in_launches(a: TokenAttention, ops: AttentionOps) -> bool:
+    """Return whether the launches of attention also compute `ops`: neither casts, nor norms of values alone."""
+    q_norm, k_norm, v_norm, turn, *_, rest = ops
+    tensors, raw = [a.q, *a.new, *ops.tensors()], {x.dtype for x in (a.q, *a.new[:2], a.q if rest is None else rest)}
     if not plain(tensors) or is_deterministic() or autocast_dtype(a.q.device) is not None:
         return False
-    fits = a.ops.v_norm is (a.ops.k_norm if a.shared else None)  # such values are written as part of the keys
+    fits = v_norm is (k_norm if a.shared else None)  # such values are written as part of the keys
+    if rest is not None:  # neither the norm nor a pair has channels of both parts
+        fits &= a.shared and q_norm is None and rest.shape[3] == a.q.shape[3] - a.new[1].shape[3]
+        fits &= rest.stride(3) == 1 and (turn is None or (turn.last and 2 * len(turn.rates) <= rest.shape[3]))
     return fits and raw == {a.cache.entries[0].dtype} and torch.float64 not in {x.dtype for x in tensors}
 
 
-def prepared(a: TokenAttention) -> TokenAttention:
+def prepared(a: TokenAttention, ops: AttentionOps) -> TokenAttention:
     """The arguments after the norms, positions and decays of `ops`, one after another."""
-    assert a.ops is not None
-    q_norm, k_norm, v_norm, turn, bias, _ = a.ops
-    q, (k, v, *decays) = a.q, a.new
+    q_norm, k_norm, v_norm, turn, bias, _, rest = ops
+    q, (k, v, *decays) = a.q if rest is None else torch.cat([a.q[..., : -rest.shape[3]], rest], -1), a.new
     q, k, v = (x if norm is None else norm(x) for x, norm in ((q, q_norm), (k, k_norm), (v, v_norm)))
     if turn is not None:
         q, k = rotary(q, turn.positions[:, None], turn.rates, amplitude=turn.amplitude, last=turn.last, other=k)
@@ -188,11 +193,10 @@ OP = Op(
 def attend(a: TokenAttention) -> Tensor:
     """o [B,1,H,V] in the dtype of the new value; deterministic mode computes it as without a cache."""
     ops, dtype = a.ops, a.new[1].dtype
-    if ops is None or not in_launches(a) or OP.backend(a.q, a) != "triton":
-        a = a if ops is None else prepared(a)
-        entries = a.cache.entries
-        new = tuple(x.to(y.dtype) for x, y in zip(a.new, entries, strict=True))
-        a = replace(a, q=a.q.to(entries[0].dtype), new=new)
+    if ops is None or not in_launches(a, ops) or OP.backend(a.q, a) != "triton":
+        a = a if ops is None else prepared(a, ops)
+        new = tuple(x.to(y.dtype) for x, y in zip(a.new, a.cache.entries, strict=True))
+        a = replace(a, q=a.q.to(a.cache.entries[0].dtype), new=new)
     o: Tensor = composed(candidates.forward, a) if is_deterministic() else OP(a.q, a)
     if ops is None or ops.gate is None or a.ops is not None:
         return o.to(dtype)

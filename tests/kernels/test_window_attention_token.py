@@ -258,6 +258,7 @@ class Ops(NamedTuple):
     weightless: bool = False
     gate: str | None = None
     raw: bool = False  # whether log decays are raw gates
+    rest: bool = False  # whether the last channels of the query are elsewhere
     position: int = 3000
 
 
@@ -276,7 +277,11 @@ WITH_OPS = {
     "latents": (Case((60, 9), 64, 3, 1, 72, 64, same=True), Ops(4, last=True, norm=(0.0, 1e-6))),
     "latents, products": (
         Case((60, 9), 64, 20, 1, 96, 64, same=True, dtype=torch.bfloat16),
-        Ops(16, last=True, norm=(1.0, 1e-6), gate="head"),
+        Ops(16, last=True, norm=(1.0, 1e-6), gate="head", rest=True),
+    ),
+    "latents, a query in two places": (
+        Case((60, 9), 64, 3, 1, 80, 64, same=True),
+        Ops(4, last=True, norm=(0.0, 1e-6), rest=True),
     ),
 }
 
@@ -308,12 +313,17 @@ def with_ops(name: str, device: str = "cpu") -> dict[str, Any]:
         ops = ops._replace(gate=draw(B, 1, width + 3, dtype=case.dtype)[..., :-3])
     if sizes.raw:
         a["log_decay"], ops = draw(B, 1, case.H, dtype=case.dtype), ops._replace(decay_bias=draw(case.H))
+    if sizes.rest:
+        ops = ops._replace(q_rest=draw(B, 1, case.H, case.D - case.V + 5, dtype=case.dtype)[..., 5:])
+        a["q"] = torch.cat([a["q"][..., : case.V], torch.full_like(ops.q_rest, math.nan)], -1)
     return a | {"ops": ops}
 
 
 def one_after_another(a: dict[str, Any]) -> dict[str, Any]:
     """The arguments after their norms, positions and decays, by the formulas, rounded after each."""
-    ops, dtype = a["ops"], a["q"].dtype
+    ops, q, dtype = a["ops"], a["q"], a["q"].dtype
+    if ops.q_rest is not None:
+        q = torch.cat([q[..., : -ops.q_rest.shape[3]], ops.q_rest], -1)
 
     def normed(x: Tensor, norm: HeadNorm | None) -> Tensor:
         if norm is None:
@@ -332,7 +342,7 @@ def one_after_another(a: dict[str, Any]) -> dict[str, Any]:
         pair = low * angle.cos() - high * angle.sin(), low * angle.sin() + high * angle.cos()
         return torch.cat([before, *(turn.amplitude * x.float() for x in pair), after], -1).to(dtype)
 
-    q, k = turned(normed(a["q"], ops.q_norm), ops.turn), turned(normed(a["k"], ops.k_norm), ops.turn)
+    q, k = turned(normed(q, ops.q_norm), ops.turn), turned(normed(a["k"], ops.k_norm), ops.turn)
     decay = a["log_decay"] if ops.decay_bias is None else logsigmoid(a["log_decay"].float() + ops.decay_bias)
     return {**a, "q": q, "k": k, "v": normed(a["v"], ops.v_norm), "log_decay": decay, "ops": None}
 
@@ -369,7 +379,7 @@ def test_norms_positions_decays_and_gates_in_the_same_launches(name: str, device
                 b["v"] = b["k"][..., : case.V]
 
 
-@pytest.mark.parametrize("why", ["another dtype", "values alone", "autocast", "deterministic"])
+@pytest.mark.parametrize("why", ["another dtype", "values alone", "a query in two places", "autocast", "deterministic"])
 def test_what_the_launches_do_not_compute_comes_before_and_after_them(why: str):
     a, b = with_ops("96"), with_ops("96")
     for x in (a, b):
@@ -377,6 +387,9 @@ def test_what_the_launches_do_not_compute_comes_before_and_after_them(why: str):
             x["cache"] = x["cache"]._replace(entries=tuple(entry.bfloat16() for entry in x["cache"].entries))
         if why == "values alone":
             x["ops"] = x["ops"]._replace(v_norm=HeadNorm(64, None, 1e-6))
+        if why == "a query in two places":
+            x["ops"] = x["ops"]._replace(q_rest=x["q"][..., -5:].clone())
+            x["q"] = torch.cat([x["q"][..., :-5], torch.full_like(x["q"][..., -5:], math.nan)], -1)
     gate = b["ops"].gate
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=why == "autocast")
     with kernels.deterministic(why == "deterministic"), autocast, kernels.implementations() as ran:
@@ -431,6 +444,9 @@ MISFITS_OF_OPS: dict[str, Callable[[AttentionOps], AttentionOps]] = {
     r"ops.turn: expected positions \[2\] and": lambda ops: ops._replace(
         turn=ops.turn._replace(positions=torch.zeros(3))
     ),
+    r"ops.q_rest: expected \[2,1,2, below 96\], got shape \(2, 1, 2, 96\)": lambda ops: ops._replace(
+        q_rest=torch.zeros(2, 1, 2, 96)
+    ),
     "ops.decay_bias: expected raw gates": lambda ops: ops._replace(decay_bias=torch.zeros(2)),
     r"ops.gate: expected \[2,1,2\] or \[2,1,128\], got shape \(2, 1, 3\)": lambda ops: ops._replace(
         gate=torch.zeros(2, 1, 3)
@@ -445,9 +461,11 @@ def test_misfits_of_ops(said: str):
         run(a | {"ops": MISFITS_OF_OPS[said](a["ops"])}, "torch")
 
 
-def test_ops_need_a_cache():
-    with pytest.raises(ValueError, match=r"^ops: needs a cache"):
-        run(with_ops("96") | {"cache": None, "ops": AttentionOps()}, "torch")
+def test_ops_need_a_cache_and_a_scale_that_does_not_turn_the_query():
+    a = with_ops("96")
+    for misfit in ({"cache": None}, {"scale": -1.0, "ops": AttentionOps(q_rest=a["q"][..., :3])}):
+        with pytest.raises(ValueError, match=r"^ops: needs a cache, and `q_rest` a scale above 0"):
+            kernels.window_attention(**a | misfit)
 
 
 @pytest.mark.parametrize("said", MISFITS)

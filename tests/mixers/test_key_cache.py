@@ -12,6 +12,7 @@ import kernels
 from mixers import (
     Features,
     ForgettingAttention,
+    MultiheadLatentAttention,
     RMSNorm,
     Rotary,
     SigmoidGatedRMSNorm,
@@ -154,6 +155,22 @@ WITH_ATTENTION: dict[str, tuple[Callable[[Site], TokenMixer], set[str]]] = {
     "another attention": (partial(OwnAttention, qk_norm=RMSNorm), {"rms_norm", "rotary"}),
     "decays": (partial(ForgettingAttention, qk_norm=RMSNorm, num_kv_heads=1), set()),
     "decays, another norm": (partial(ForgettingAttention, qk_norm=DoubledNorm), {"rms_norm"}),
+    "latents": (MultiheadLatentAttention, set()),
+    "latents, a gate per head": (
+        partial(MultiheadLatentAttention, gate="head", norm=ZeroCentredRMSNorm, kv_rank=20, rope_dim=10),
+        set(),
+    ),
+    "latents, a gate per channel": (
+        partial(MultiheadLatentAttention, gate="channel", rotary=None, q_rank=8),
+        {"rms_norm", "activation_gate"},
+    ),
+    "latents alone": (partial(MultiheadLatentAttention, rotary=None, rope_dim=0), set()),
+    "latents, another norm": (partial(MultiheadLatentAttention, norm=DoubledNorm), {"rms_norm", "rotary"}),
+    "latents, other positions": (partial(MultiheadLatentAttention, rotary=BackwardRotary), {"rms_norm", "rotary"}),
+    "latents, part of the positions": (
+        partial(MultiheadLatentAttention, rotary=partial(Rotary, fraction=0.5)),
+        {"rms_norm", "rotary"},
+    ),
     "decays and shifts": (
         partial(ForgettingAttention, qk_norm=RMSNorm, shift=True, output=SigmoidGatedRMSNorm),
         {"gated_rms_norm"},

@@ -46,10 +46,9 @@ def prefetch_head(weight, history, row, h, STREAM: tl.constexpr, OVERLAP: tl.con
     C: tl.constexpr = STREAM[0]
     W: tl.constexpr = STREAM[1]
     SIZE: tl.constexpr = STREAM[2]
-    if weight is not None:
-        prefetch(weight, h * SIZE * W, SIZE * W, SIZE * W, OVERLAP)
-        for j in tl.static_range(W - 1):
-            prefetch(history, (row * (W - 1) + j) * C + h * SIZE, SIZE, SIZE, OVERLAP)
+    prefetch(weight, h * SIZE * W, SIZE * W, SIZE * W, OVERLAP)
+    for j in tl.static_range(W - 1):
+        prefetch(history, (row * (W - 1) + j) * C + h * SIZE, SIZE, SIZE, OVERLAP)
 
 
 @triton.jit

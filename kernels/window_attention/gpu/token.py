@@ -133,13 +133,13 @@ def channels_of(x, real, turns, weight, root, offset, STOP: tl.constexpr, N: tl.
 
 @triton.jit(do_not_specialize=["R", "window"])
 def attend_to_part(
-    q,  # [B,1,H,D]
+    q, q_rest,  # [B,1,H,D], and [B,1,H,D−FIRST] if the channels from FIRST on are there, or None
     q_weight, positions, rates,  # of the norm of the query, [B] and [P]; each may be None
     k, v, log_decay,  # caches [B,R,Hkv,D], [B,R,Hkv,V], [B,R,H]
     seen,  # [B]
     sums,  # [B,H,SPLITS,V]: values, weighted relative to the largest weight
     about,  # [B,H,SPLITS,4]: the largest score in log2 units, the sum of weights, and the sum of the log decays
-    R, window, scale, q_eps, q_offset, amplitude, q_row, k_row, v_row, g_row,
+    R, window, scale, q_eps, q_offset, amplitude, q_row, rest_row, rest_head, k_row, v_row, g_row,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
     FIRST: tl.constexpr, BF: tl.constexpr, BR: tl.constexpr, BV: tl.constexpr,  # channels of the first product
     SAME: tl.constexpr,  # whether the values are the first V channels of the keys
@@ -171,13 +171,15 @@ def attend_to_part(
     v += b * R * v_row + kv * V
     cf, cr, cv = tl.arange(0, BF), tl.arange(0, BR), tl.arange(0, BV)
     rows = None if ROWS == 1 else real[:, None]
-    heads = q + head * D if ROWS == 1 else q + head[:, None] * D
+    h = head if ROWS == 1 else head[:, None]
+    heads = q + h * D
+    rest = heads if q_rest is None else q_rest + b * rest_row + h * rest_head - FIRST
     position = tl.load(positions + b) if positions is not None else tokens
     turns_f = turns_of(position, rates, amplitude, 0, BF, TURN, TURN[2], LANES)
     turns_r = turns_of(position, rates, amplitude, FIRST, BR, TURN, TURN[3], LANES)
     root = inverse_root(heads, rows, q_eps, NORMS[0])
     qf = channels_of(heads, rows, turns_f, q_weight, root, q_offset, FIRST, NORMS[0], TURN[2])
-    qr = channels_of(heads, rows, turns_r, q_weight, root, q_offset, D, NORMS[0], TURN[3])
+    qr = channels_of(rest, rows, turns_r, q_weight, root, q_offset, D, NORMS[0], TURN[3])
     if log_decay is not None:  # it is in memory before the loop ends
         last = decays_after(log_decay, tokens, stop, real & (stop > first), b * R, R, g_row, head)
     if ROWS == 1:
@@ -242,7 +244,7 @@ def attend_to_part(
 
 @triton.jit(do_not_specialize=["R"])
 def add_newest(
-    q, k_new, v_new, g_new,  # [B,1,H,D], [B,1,Hkv,D], [B,1,Hkv,V], [B,1,H]
+    q, q_rest, k_new, v_new, g_new,  # as above, [B,1,Hkv,D], [B,1,Hkv,V], [B,1,H]
     q_weight, k_weight, positions, rates,  # as above
     bias,  # [H]: g_new has raw gates; or None
     gate,  # of the output of each head [B,H] or channel [B,H·V]; or None
@@ -250,7 +252,7 @@ def add_newest(
     following,  # [B]: becomes seen + 1; or None
     o,  # [B,1,H,V]
     R, scale, q_eps, q_offset, k_eps, k_offset, amplitude,
-    q_row, k_new_row, v_new_row, g_new_row, gate_row, k_row, v_row, g_row,
+    q_row, rest_row, rest_head, k_new_row, v_new_row, g_new_row, gate_row, k_row, v_row, g_row,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
     FIRST: tl.constexpr, BF: tl.constexpr, BR: tl.constexpr, BV: tl.constexpr, SAME: tl.constexpr,
     NORMS: tl.constexpr, TURN: tl.constexpr, LANES: tl.constexpr,
@@ -276,13 +278,14 @@ def add_newest(
     turns_f = turns_of(position, rates, amplitude, 0, BF, TURN, TURN[2], LANES)
     turns_r = turns_of(position, rates, amplitude, FIRST, BR, TURN, TURN[3], LANES)
     q += b * q_row + head * D
+    rest = q if q_rest is None else q_rest + b * rest_row + head * rest_head - FIRST
     k_new += b * k_new_row + kv * D
     q_root, k_root = inverse_root(q, None, q_eps, NORMS[0]), inverse_root(k_new, None, k_eps, NORMS[1])
     qf = channels_of(q, None, turns_f, q_weight, q_root, q_offset, FIRST, NORMS[0], TURN[2])
     kf = channels_of(k_new, None, turns_f, k_weight, k_root, k_offset, FIRST, NORMS[1], TURN[2])
     score = tl.sum(kf * qf, 0)
     if D > FIRST:
-        qr = channels_of(q, None, turns_r, q_weight, q_root, q_offset, D, NORMS[0], TURN[3])
+        qr = channels_of(rest, None, turns_r, q_weight, q_root, q_offset, D, NORMS[0], TURN[3])
         kr = channels_of(k_new, None, turns_r, k_weight, k_root, k_offset, D, NORMS[1], TURN[3])
         score += tl.sum(kr * qr, 0)
     score *= scale
@@ -364,7 +367,8 @@ def forward(a: TokenAttention) -> Tensor:
     (q, q_row), *entries = (strided(x) for x in (a.q, *a.new[:2]))
     g_new, g_new_row = (None, 0) if log_decay is None else (a.new[2], a.new[2].stride(0))
     strides = k.stride(1), v.stride(1), 0 if log_decay is None else log_decay.stride(1)
-    q_norm, k_norm, _, turn, bias, gate = a.ops or AttentionOps()
+    q_norm, k_norm, _, turn, bias, gate, rest = a.ops or AttentionOps()
+    rest_strides = (0, 0) if rest is None else (rest.stride(0), rest.stride(2))
     norms = [HeadNorm(0, None, 0.0) if norm is None else norm for norm in (q_norm, k_norm)]
     weights = [None if norm.weight is None else norm.weight.contiguous() for norm in norms]
     numbers = [(float(norm.eps), 1.0 if norm.weight is None else float(norm.offset)) for norm in norms]
@@ -379,8 +383,8 @@ def forward(a: TokenAttention) -> Tensor:
     enqueue(
         attend_to_part,
         B * (H if how.rows == 1 else heads * cdiv(H // heads, how.rows)) * how.splits,
-        *(q, weights[0], positions, rates, k, v, log_decay, a.cache.seen, sums, about),
-        *(R, a.window, scale, *numbers[0], amplitude, q_row, *strides),
+        *(q, rest, weights[0], positions, rates, k, v, log_decay, a.cache.seen, sums, about),
+        *(R, a.window, scale, *numbers[0], amplitude, q_row, *rest_strides, *strides),
         **sizes,
         **{"BV": blocks[2], "ROWS": how.rows, "BLOCK": how.block, "STAGES": how.stages, "DTYPE": factor_dtype(k.dtype)},
         LANES=32 * how.warps,
@@ -394,10 +398,10 @@ def forward(a: TokenAttention) -> Tensor:
     enqueue(
         add_newest,
         B * H * cdiv(V, narrow),
-        *(q, k_new, v_new, g_new, *weights, positions, rates, bias, gate),
+        *(q, rest, k_new, v_new, g_new, *weights, positions, rates, bias, gate),
         *(k, v, log_decay, a.cache.seen, sums, about, a.cache.following, o),
         *(R, scale, *numbers[0], *numbers[1], amplitude),
-        *(q_row, k_new_row, v_new_row, g_new_row, gate_row, *strides),
+        *(q_row, *rest_strides, k_new_row, v_new_row, g_new_row, gate_row, *strides),
         **sizes,
         **{"BV": narrow, "CHANNELS": gate is not None and gate.shape[-1] > H, "LANES": 32 * warps, "warps": warps},
         overlap=True,
