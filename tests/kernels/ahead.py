@@ -115,10 +115,11 @@ def token_attention(
     k, v, *decays = (torch.zeros(2, 4096, *shape, dtype=dtype) for name, shape in shapes.items() if name != "q")
     entries, seen, ops = (k, v if heads > 1 else k[..., :V], *decays), torch.zeros(2, dtype=torch.int64), None
     if fused:
-        q_norm, k_norm = (kernels.HeadNorm(size, torch.ones(size), 1e-6) for size in (D, D if heads > 1 else V))
+        norm = kernels.HeadNorm(D if heads > 1 else V, torch.ones(D if heads > 1 else V), 1e-6)
         turn = kernels.Turn(seen, torch.ones(D // 2 if heads > 1 else (D - V) // 2), last=heads == 1)
         bias, gate = torch.zeros(H) if decay else None, torch.zeros(2, 1, H if decay else H * V, dtype=dtype)
-        ops = kernels.AttentionOps(q_norm, k_norm, k_norm if heads == 1 else None, turn, bias, gate)
+        others = (norm, norm, None, turn) if heads > 1 else (None, norm, norm, turn)
+        ops = kernels.AttentionOps(*others, bias, gate, new["q"][..., V:] if heads == 1 else None)
     kernels.window_attention(**new, cache=kernels.KeyCache(entries, seen), ops=ops)
 
 

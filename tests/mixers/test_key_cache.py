@@ -193,13 +193,13 @@ def test_a_step_without_further_launches(name: str):
     state = after(mixer, [9, 3, 0], torch.float32)
     window = getattr(mixer, "window_size", None)
     roomy = converted(state, lambda cache, seen: in_slots(cache, seen, window or 20))
-    for _ in range(3):
+    for backend in ("triton", "torch"):  # the second token sees what the first one has written
         x = torch.randn(3, 1, 64)
         expected, state = mixer(x, state)
-        with kernels.backend("triton"), kernels.implementations() as ran:
+        with kernels.backend(backend), kernels.implementations() as ran:
             y, roomy = mixer(x, roomy)
-        assert ran["window_attention_token"] == {"triton"}
-        assert ALONE & set(ran) == alone
+        assert ran["window_attention_token"] == {backend}
+        assert backend == "torch" or ALONE & set(ran) == alone
         torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5)
 
 
