@@ -38,7 +38,7 @@ from .linear.columns import split_columns
 from .linear_cross_entropy import linear_cross_entropy, linear_token_losses
 from .linear_kl import linear_kl
 from .linear_recurrence import linear_recurrence
-from .norm import GatedNorm, add_rms_norm, gated_rms_norm, rms_norm
+from .norm import GatedNorm, HeadNorm, add_rms_norm, gated_rms_norm, rms_norm
 from .precondition import precondition
 from .recurrence_token import (
     CappedGates,
@@ -48,16 +48,15 @@ from .recurrence_token import (
     TiedGates,
     TokenOps,
     TokenResult,
-    Turn,
     recurrence_token,
 )
-from .rotary import rotary
+from .rotary import Turn, rotary
 from .selective_scan import selective_scan
 from .short_conv import short_conv
 from .sigmoid_mix import sigmoid_mix
 from .token_shift import token_shift
 from .value_decay_recurrence import value_decay_recurrence
-from .window_attention import KeyCache, window_attention
+from .window_attention import AttentionOps, KeyCache, window_attention
 
 # `transformers` reads the version of any importable `kernels`, and takes 0.18 to 0.19 for a different package
 __version__ = "0.1.0"
@@ -66,12 +65,14 @@ __all__ = [
     "ACTIVATIONS",
     "BACKENDS",
     "NORMS",
+    "AttentionOps",
     "CappedGates",
     "ChannelStrength",
     "FeatureStream",
     "Feedback",
     "GateInputs",
     "GatedNorm",
+    "HeadNorm",
     "KeyCache",
     "Option",
     "Strength",

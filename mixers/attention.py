@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import ClassVar, Literal, NamedTuple, get_args
 
@@ -15,13 +16,13 @@ from kernels.core.elementwise import sigmoid
 from .arguments import check_numbers, size_or
 from .base import Site, TokenMixer, checked_input, checked_site, dense_flops, positions
 from .context_parallel import ContextParallel
-from .features import FeaturePath, Features, Rotary, together
+from .features import FeaturePath, Features, Rotary, alike, together
 from .heads import HeadMap, attention_maps
 from .key_cache import attend, attend_to_cache
-from .norm import RMSNorm
+from .norm import RMSNorm, head_norms
 from .projection import OutputProjection, Projection, split_heads
 from .registry import register
-from .state import History, Position, SlottedCache
+from .state import History, Position, Slots, SlottedCache
 
 Per = Literal["head", "channel"]
 Over = Literal["head", "width"]
@@ -119,15 +120,20 @@ class SoftmaxAttention(TokenMixer):
     ) -> tuple[Tensor, AttentionState | None]:
         q, k, v, *gate = self.in_proj(checked_input(x, self.in_proj.in_features))
         q, k, v = split_heads(q, self.num_heads), split_heads(k, self.num_kv_heads), split_heads(v, self.num_kv_heads)
-        q, k = self._normed(q, self.q_norm), self._normed(k, self.k_norm)
         seen, before = (None, (None, None)) if state is None else (state.position, state.histories)
         if context_parallel is not None:
             context_parallel.check(state, cu_seqlens)
         where, following = positions(x, seen, cu_seqlens, context_parallel, None if state is None else state.k)
-        paths = self.q_features, self.k_features
-        results, _, _ = together(paths, [q, k], before, where, cu_seqlens, context_parallel)
-        (q, k), histories = zip(*results, strict=True)
         run, cache = partial(self.attention, window_size=self.window_size, scale=self.scale), None
+        ops = None if state is None else self._token_ops(q, state, gate[0] if gate else None)
+        if ops is None or ops.q_norm is None:
+            q, k = self._normed(q, self.q_norm), self._normed(k, self.k_norm)
+        if ops is None:
+            paths = self.q_features, self.k_features
+            results, _, _ = together(paths, [q, k], before, where, cu_seqlens, context_parallel)
+            (q, k), histories = zip(*results, strict=True)
+        else:
+            run, gate, histories = partial(run, ops=ops), [], before
         if state is None:
             o = attend(run, q, (k, v), self.window_size, cu_seqlens, context_parallel)
         else:
@@ -138,6 +144,22 @@ class SoftmaxAttention(TokenMixer):
         if gate:
             o = gated(o, gate[0])
         return self.o_proj(o.flatten(2)), cache
+
+    def _token_ops(self, q: Tensor, state: AttentionState, gate: Tensor | None) -> kernels.AttentionOps | None:
+        """Return the norms, positions and gate of a token as arguments of attention; None if it lacks the positions.
+
+        Norms that it lacks are left out, and come first.
+        """
+        paths = self.q_features, self.k_features
+        if not isinstance(state.k, Slots) or self.attention is not kernels.window_attention or not alike(*paths):
+            return None
+        turn = None if paths[0].map is None else paths[0].map.turn(q, state.position)
+        if (turn is None or turn.doubles) and paths[0].map is not None:
+            return None
+        if any(replace(path.spec, map=None) != Features() for path in paths):
+            return None
+        norms = head_norms(self.q_norm, self.k_norm) if self.qk_norm_over == "head" else (None, None)
+        return kernels.AttentionOps(*norms, turn=turn, gate=gate)
 
     def _normed(self, x: Tensor, norm: RMSNorm | None) -> Tensor:
         """Queries or keys [B,T,heads,D] after their norm, if they have one."""

@@ -44,8 +44,12 @@ class Norm(KeepsFp32):
         total = x + y
         return total, self.normed(total)
 
+    def head_norm(self) -> kernels.HeadNorm | None:
+        """Return the norm as an argument of a kernel; None if it cannot be."""
+        return None
 
-class SimpleRMSNorm(Norm):
+
+class SimpleRMSNorm(Norm, Fusable):
     """x / √(mean x² + eps) over the last axis, without a weight (arXiv 2307.14995).
 
     Args:
@@ -53,15 +57,20 @@ class SimpleRMSNorm(Norm):
         eps: Added inside the root.
     """
 
+    token_methods = ("forward", "normed", "scale")
+
     def __init__(self, size: int, eps: float = 1e-6):
         super().__init__()
         _check(size, eps)
-        self.eps = eps
+        self.size, self.eps = size, eps
 
     @property
     def scale(self) -> Tensor | None:
         """Factor of each channel [size]; None for 1."""
         return None
+
+    def head_norm(self) -> kernels.HeadNorm | None:
+        return kernels.HeadNorm(self.size, None, self.eps) if self.fused_token else None
 
     def normed(self, x: Tensor) -> Tensor:
         return kernels.rms_norm(x, self.scale, self.eps)
@@ -79,6 +88,8 @@ class RMSNorm(SimpleRMSNorm):
     """
 
     keep_fp32 = ("weight",)
+    fused_token = True
+    offset: ClassVar[float] = 0.0  # added to the weight
 
     def __init__(self, size: int, eps: float = 1e-6):
         super().__init__(size, eps)
@@ -92,6 +103,9 @@ class RMSNorm(SimpleRMSNorm):
     def scale(self) -> Tensor:
         return self.weight
 
+    def head_norm(self) -> kernels.HeadNorm | None:
+        return kernels.HeadNorm(self.size, self.weight, self.eps, self.offset) if self.fused_token else None
+
 
 class ZeroCentredRMSNorm(RMSNorm):
     """x / √(mean x² + eps) · (1 + weight) over the last axis; the weight starts at 0.
@@ -101,12 +115,21 @@ class ZeroCentredRMSNorm(RMSNorm):
         eps: Added inside the root.
     """
 
+    fused_token = True
+    offset = 1.0
+
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.weight)
 
     @property
     def scale(self) -> Tensor:
-        return 1 + self.weight
+        return self.offset + self.weight
+
+
+def head_norms(*norms: nn.Module | None) -> tuple[kernels.HeadNorm | None, ...]:
+    """Return norms as arguments of a kernel; None for each if one of them cannot be, or there is none."""
+    args = tuple(norm.head_norm() if isinstance(norm, Norm) else None for norm in norms)
+    return args if None not in args else (None,) * len(norms)
 
 
 class LayerNorm(Norm):

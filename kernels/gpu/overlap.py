@@ -27,8 +27,8 @@ def wait(OVERLAP: tl.constexpr):
 
 @triton.jit
 def prefetch(x, first, size, MOST: tl.constexpr, OVERLAP: tl.constexpr):
-    """Start to load x[first : first + size] into L2, at least one number and at most MOST."""
-    if OVERLAP:
+    """Start to load x[first : first + size] into L2, at least one number and at most MOST, unless x is None."""
+    if OVERLAP and x is not None:
         STEP: tl.constexpr = LINE // (x.dtype.element_ty.primitive_bitwidth // 8)
         LINES: tl.constexpr = triton.next_power_of_2((MOST + STEP - 1) // STEP)
         at = first + tl.minimum(tl.arange(0, LINES) * STEP, size - 1)

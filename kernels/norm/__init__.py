@@ -43,6 +43,23 @@ class GatedNorm(NamedTuple):
     activation: Literal["silu", "sigmoid"] = "silu"
 
 
+class HeadNorm(NamedTuple):
+    """The arguments of `rms_norm` for the first channels of each head, as other ops take them."""
+
+    size: int  # of these channels
+    weight: Tensor | None  # [size]
+    eps: float
+    offset: float = 0.0  # added to the weight: 1 if it is centred at zero
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x […,D] with its first channels normalised."""
+        weight = self.weight if self.weight is None or not self.offset else self.offset + self.weight
+        if self.size == x.shape[-1]:
+            return rms_norm(x, weight, self.eps)
+        first, rest = x.split([self.size, x.shape[-1] - self.size], -1)
+        return torch.cat([rms_norm(first, weight, self.eps), rest], -1)
+
+
 def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
     """x / √(mean x² + eps) · weight over the last axis, computed in at least fp32.
 

@@ -21,30 +21,10 @@ from ..features import MOST_TAPS, FeatureStream, features, features_and_gates, f
 from ..forget_gate import lower_bound_odds, tied_gates
 from ..linear_recurrence import linear_recurrence
 from ..norm import ACTIVATIONS, GatedNorm, gated_rms_norm, rms_norm
-from ..rotary import doubled, rotary
+from ..rotary import Turn
 from ..skip_readout import skip_readout
 
 LARGEST = 128 * 256  # elements of a head's state, with both sizes rounded up to powers of two
-
-
-class Turn(NamedTuple):
-    """Positions of queries and keys after their features."""
-
-    positions: Tensor  # tokens seen before [B], integers
-    # angles per token, in at least fp32: [P] turns pairs as `rotary` does; [G,K] makes [cos·x, sin·x] of each channel
-    rates: Tensor
-    amplitude: float = 1.0  # of pairs
-
-    @property
-    def doubles(self) -> bool:
-        """Return whether a head becomes twice as large."""
-        return self.rates.dim() == 2
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Turn the heads of x [B,1,G,K]."""
-        if not self.doubles:
-            return rotary(x, self.positions[:, None], self.rates, amplitude=self.amplitude)
-        return doubled(x, self.positions[:, None], self.rates)
 
 
 class Strength(NamedTuple):

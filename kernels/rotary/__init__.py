@@ -106,6 +106,27 @@ composed = register("rotary", _compute, _differentiate, empty, results=2, unread
 OP = Op("rotary", reference=reference, torch=composed, gpu="kernels.rotary.gpu.op:forward")
 
 
+class Turn(NamedTuple):
+    """Positions of the queries and keys of one token, as other ops take them."""
+
+    positions: Tensor  # tokens seen before [B], integers
+    # angles per token, in at least fp32: [P] turns pairs as `rotary` does; [G,K] makes [cos·x, sin·x] of each channel
+    rates: Tensor
+    amplitude: float = 1.0  # of pairs
+    last: bool = False  # whether the last 2P channels of a head turn; otherwise the first
+
+    @property
+    def doubles(self) -> bool:
+        """Return whether a head becomes twice as large."""
+        return self.rates.dim() == 2
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Turn the heads of x [B,1,G,K]."""
+        if not self.doubles:
+            return rotary(x, self.positions[:, None], self.rates, amplitude=self.amplitude, last=self.last)
+        return doubled(x, self.positions[:, None], self.rates)
+
+
 def doubled(x: Tensor, positions: Tensor, rates: Tensor) -> Tensor:
     """[cos(rate · position) · x, sin(rate · position) · x] of each channel (LRPE, arXiv 2307.09270), in PyTorch.
 

@@ -5,16 +5,22 @@ has more entries than tokens; one of a window needs no more entries than the win
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..activation_gate import activation_gate
+from ..core.autocast import autocast_dtype
+from ..core.autograd import plain
 from ..core.backend import Op
 from ..core.deterministic import is_deterministic
 from ..core.tensors import check_tensors
+from ..forget_gate import forget_gate
+from ..norm import HeadNorm
+from ..rotary import Turn, rotary
 from . import candidates, reference
 from .arguments import Attention
 
@@ -29,22 +35,48 @@ class KeyCache(NamedTuple):
     following: Tensor | None = None  # [B] int64, in other memory: becomes seen + 1; None if that is not needed
 
 
+class AttentionOps(NamedTuple):
+    """What `window_attention` computes of one token before and after it attends, in the order of the fields."""
+
+    q_norm: HeadNorm | None = None  # of the query heads
+    k_norm: HeadNorm | None = None  # of the new key
+    v_norm: HeadNorm | None = None  # of the new value; `k_norm` if the values are the first channels of the keys
+    turn: Turn | None = None  # positions of the query and the new key: pairs that turn
+    decay_bias: Tensor | None = None  # [H]: log_decay has raw gates, and becomes `forget_gate(log_decay, decay_bias)`
+    gate: Tensor | None = None  # per head [B,1,H] or channel [B,1,H·V]: the output becomes σ(gate) · o
+    q_rest: Tensor | None = None  # [B,1,H,R]: the last R channels of the query before `ops`; those of q are not read
+
+    def tensors(self) -> list[Tensor]:
+        """All tensors."""
+        return [x for part in (*self[:4], self[4:]) for x in part or () if isinstance(x, Tensor)]
+
+
 @dataclass(frozen=True)
 class TokenAttention:
-    """Checked arguments: one query, key and value per row, in the dtype of the caches."""
+    """Checked arguments: one query, key and value per row, without `ops` in the dtype of the caches."""
 
     q: Tensor  # [B,1,H,D]
     new: tuple[Tensor, ...]  # the entries of the new token, as those of the cache
     cache: KeyCache
     window: int  # ≤ R: tokens that a query sees, including its own
     scale: float
+    ops: AttentionOps | None = None
+
+    @property
+    def shared(self) -> bool:
+        """Return whether the values are the first channels of the keys, in the same memory."""
+        k, v = self.cache.entries[:2]
+        first = k.shape[2] == 1 and v.shape[3] <= k.shape[3] and v.stride(1) == k.stride(1)
+        return first and v.data_ptr() == k.data_ptr()
 
 
-def check_cache(a: Attention, window_size: int | None, cache: KeyCache) -> TokenAttention:
-    """Check a cache against the other arguments, which are checked already.
+def check_cache(
+    a: Attention, window_size: int | None, cache: KeyCache, ops: AttentionOps | None = None
+) -> TokenAttention:
+    """Check a cache and `ops` against the other arguments, which are checked already.
 
     Raises:
-        ValueError: It does not fit them; the message starts with "cache".
+        ValueError: One does not fit them; the message starts with "cache" or "ops".
     """
     decays = () if a.log_decay is None else (a.log_decay,)
     new, B = (a.k, a.v, *decays), len(a.q)
@@ -68,10 +100,59 @@ def check_cache(a: Attention, window_size: int | None, cache: KeyCache) -> Token
             raise ValueError(f"cache.entries[{number}]: expected floats {[*expected]} on {y.device}, got {actual}")
     if cache.entries[1].dtype != cache.entries[0].dtype:
         raise ValueError(f"cache: has keys in {cache.entries[0].dtype}, but values in {cache.entries[1].dtype}")
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (a.q, *new)):
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (a.q, *new, *(ops.tensors() if ops else ()))):
         raise ValueError("cache: is written in place, and has no gradients; use torch.no_grad()")
-    q, new = a.q.to(cache.entries[0].dtype), tuple(x.to(y.dtype) for x, y in zip(new, cache.entries, strict=True))
-    return TokenAttention(q, new, cache, size if window_size is None else min(window_size, size), a.scale)
+    if ops is not None:
+        check_ops(a, ops)
+    return TokenAttention(a.q, new, cache, size if window_size is None else min(window_size, size), a.scale, ops)
+
+
+def check_ops(a: Attention, ops: AttentionOps) -> None:
+    """Check the shapes of `ops` against the other arguments.
+
+    Raises:
+        ValueError: One does not fit them; the message starts with its name.
+    """
+    (B, _, H, D), V, turn = a.q.shape, a.v.shape[3], ops.turn
+    for name, norm, most in (("q_norm", ops.q_norm, D), ("k_norm", ops.k_norm, D), ("v_norm", ops.v_norm, V)):
+        shape = None if norm is None or norm.weight is None else norm.weight.shape
+        if norm is not None and (not 0 < norm.size <= most or shape not in (None, (norm.size,))):
+            raise ValueError(
+                f"ops.{name}: expected 1 to {most} channels, and a weight for each, got {norm.size} {shape}"
+            )
+    if turn is not None and (turn.doubles or not 0 < 2 * len(turn.rates) <= D or turn.positions.shape != (B,)):
+        actual = f"shapes {tuple(turn.positions.shape)} and {tuple(turn.rates.shape)}"
+        raise ValueError(f"ops.turn: expected positions [{B}] and rates of 1 to {D // 2} pairs, got {actual}")
+    if ops.decay_bias is not None and (a.log_decay is None or ops.decay_bias.shape != (H,)):
+        raise ValueError(f"ops.decay_bias: expected raw gates, and [{H}], got shape {tuple(ops.decay_bias.shape)}")
+    if ops.q_rest is not None and (ops.q_rest.shape[:3] != (B, 1, H) or not 0 < ops.q_rest.shape[3] < D):
+        raise ValueError(f"ops.q_rest: expected [{B},1,{H}, below {D}], got shape {tuple(ops.q_rest.shape)}")
+    if ops.gate is not None and ops.gate.shape not in [(B, 1, H), (B, 1, H * V)]:
+        raise ValueError(f"ops.gate: expected [{B},1,{H}] or [{B},1,{H * V}], got shape {tuple(ops.gate.shape)}")
+
+
+def in_launches(a: TokenAttention, ops: AttentionOps) -> bool:
+    """Return whether the launches of attention also compute `ops`: neither casts, nor norms of values alone."""
+    q_norm, k_norm, v_norm, turn, *_, rest = ops
+    tensors, raw = [a.q, *a.new, *ops.tensors()], {x.dtype for x in (a.q, *a.new[:2], a.q if rest is None else rest)}
+    if not plain(tensors) or is_deterministic() or autocast_dtype(a.q.device) is not None:
+        return False
+    fits = v_norm is (k_norm if a.shared else None)  # such values are written as part of the keys
+    if rest is not None:  # neither the norm nor a pair has channels of both parts
+        fits &= a.shared and q_norm is None and rest.shape[3] == a.q.shape[3] - a.new[1].shape[3]
+        fits &= rest.stride(3) == 1 and (turn is None or (turn.last and 2 * len(turn.rates) <= rest.shape[3]))
+    return fits and raw == {a.cache.entries[0].dtype} and torch.float64 not in {x.dtype for x in tensors}
+
+
+def prepared(a: TokenAttention, ops: AttentionOps) -> TokenAttention:
+    """The arguments after the norms, positions and decays of `ops`, one after another."""
+    q_norm, k_norm, v_norm, turn, bias, _, rest = ops
+    q, (k, v, *decays) = a.q if rest is None else torch.cat([a.q[..., : -rest.shape[3]], rest], -1), a.new
+    q, k, v = (x if norm is None else norm(x) for x, norm in ((q, q_norm), (k, k_norm), (v, v_norm)))
+    if turn is not None:
+        q, k = rotary(q, turn.positions[:, None], turn.rates, amplitude=turn.amplitude, last=turn.last, other=k)
+    decays = decays if bias is None else [forget_gate(decays[0], bias)]
+    return replace(a, q=q, new=(k, v, *decays), ops=None)
 
 
 def composed(run: Callable[[Attention], Tensor], a: TokenAttention) -> Tensor:
@@ -110,6 +191,14 @@ OP = Op(
 
 
 def attend(a: TokenAttention) -> Tensor:
-    """o [B,1,H,V] in the dtype of the caches; deterministic mode computes it as without a cache."""
+    """o [B,1,H,V] in the dtype of the new value; deterministic mode computes it as without a cache."""
+    ops, dtype = a.ops, a.new[1].dtype
+    if ops is None or not in_launches(a, ops) or OP.backend(a.q, a) != "triton":
+        a = a if ops is None else prepared(a, ops)
+        new = tuple(x.to(y.dtype) for x, y in zip(a.new, a.cache.entries, strict=True))
+        a = replace(a, q=a.q.to(a.cache.entries[0].dtype), new=new)
     o: Tensor = composed(candidates.forward, a) if is_deterministic() else OP(a.q, a)
-    return o
+    if ops is None or ops.gate is None or a.ops is not None:
+        return o.to(dtype)
+    gate = ops.gate if ops.gate.shape[2] > o.shape[2] else ops.gate.repeat_interleave(o.shape[3], 2)
+    return activation_gate(gate, o.to(dtype).flatten(2)).view(o.shape)

@@ -104,13 +104,24 @@ def decayed_attention(size: int, documents: list[int] | None) -> None:
 
 
 @torch.no_grad()
-def token_attention(dtype: torch.dtype, H: int, heads: int, D: int, V: int, decay: bool = False) -> None:
-    """Attention of one token to a cache with room; one head of keys has the values as its first channels."""
+def token_attention(
+    dtype: torch.dtype, H: int, heads: int, D: int, V: int, decay: bool = False, fused: bool = False
+) -> None:
+    """Attention of one token to a cache with room; one head of keys has the values as its first channels.
+
+    With `fused`, in the launches that also compute norms, positions, raw gates and an output gate.
+    """
     shapes = {"q": (H, D), "k": (heads, D), "v": (heads, V), **({"log_decay": (H,)} if decay else {})}
     new = {name: torch.zeros(2, 1, *shape, dtype=dtype) for name, shape in shapes.items()}
     k, v, *decays = (torch.zeros(2, 4096, *shape, dtype=dtype) for name, shape in shapes.items() if name != "q")
-    entries = (k, v if heads > 1 else k[..., :V], *decays)
-    kernels.window_attention(**new, cache=kernels.KeyCache(entries, torch.zeros(2, dtype=torch.int64)))
+    entries, seen, ops = (k, v if heads > 1 else k[..., :V], *decays), torch.zeros(2, dtype=torch.int64), None
+    if fused:
+        norm = kernels.HeadNorm(D if heads > 1 else V, torch.ones(D if heads > 1 else V), 1e-6)
+        turn = kernels.Turn(seen, torch.ones(D // 2 if heads > 1 else (D - V) // 2), last=heads == 1)
+        bias, gate = torch.zeros(H) if decay else None, torch.zeros(2, 1, H if decay else H * V, dtype=dtype)
+        others = (norm, norm, None, turn) if heads > 1 else (None, norm, norm, turn)
+        ops = kernels.AttentionOps(*others, bias, gate, new["q"][..., V:] if heads == 1 else None)
+    kernels.window_attention(**new, cache=kernels.KeyCache(entries, seen), ops=ops)
 
 
 def layer(name: str) -> None:
@@ -167,10 +178,11 @@ def calls(architecture: int) -> Iterator[Callable[[], None]]:
         yield partial(few_rows, rows)
     for dtype in dtypes.values():
         yield partial(losses, dtype)
-        for H, heads, D in ((4, 4, 20), (4, 4, 64), (8, 2, 128), (8, 2, 256), (2, 2, 256)):
-            yield partial(token_attention, dtype, H, heads, D, D, decay=D != 64)
-        for H in (2, 16, 32, 64):
-            yield partial(token_attention, dtype, H, 1, 576, 512)
+        for fused in (False, True):
+            for H, heads, D in ((4, 4, 20), (4, 4, 64), (8, 2, 128), (8, 2, 256), (2, 2, 256)):
+                yield partial(token_attention, dtype, H, heads, D, D, decay=D != 64, fused=fused)
+            for H in (2, 16, 32, 64):
+                yield partial(token_attention, dtype, H, 1, 576, 512, fused=fused)
     for name in mixers.names():
         if name != "Bidirectional":  # which has two other mixers
             yield partial(layer, name)

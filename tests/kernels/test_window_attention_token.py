@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 import kernels
-from kernels import KeyCache
+from kernels import AttentionOps, HeadNorm, KeyCache, Turn
 
 from .places import PLACES
 
@@ -249,6 +249,160 @@ def test_all_is_cast_to_the_cache():
     torch.testing.assert_close(o, exact, rtol=2e-2, atol=1e-2)
 
 
+class Ops(NamedTuple):
+    """Sizes of the `AttentionOps` of a case; 0 pairs turn nothing."""
+
+    pairs: int = 0
+    last: bool = False
+    norm: tuple[float, ...] = ()  # what is added to the weights of the norms of query and key, and ε; () for no norms
+    weightless: bool = False
+    gate: str | None = None
+    raw: bool = False  # whether log decays are raw gates
+    rest: bool = False  # whether the last channels of the query are elsewhere
+    position: int = 3000
+
+
+WITH_OPS = {
+    "half": (Case((60, 0), 64, 2, 2, 32, 32), Ops(16)),
+    "partial": (Case((5, 60), 64, 4, 2, 64, 64), Ops(8, position=123_457, gate="channel")),
+    "last": (Case((5, 60), 64, 2, 1, 64, 16), Ops(8, last=True, norm=(0.0, 1e-6))),
+    "96": (Case((60, 9), 64, 2, 2, 96, 64), Ops(48, norm=(1.0, 1e-6), gate="head")),
+    "96 partial": (Case((60, 9), 64, 4, 2, 96, 64, dtype=torch.bfloat16), Ops(40, norm=(0.0, 1e-6), gate="head")),
+    "128": (Case((70, 9), 16, 2, 1, 128, 128, window=9), Ops(64, norm=(0.0, 1e-2), weightless=True, gate="channel")),
+    "norms alone": (Case((60, 9), 64, 6, 2, 20, 24), Ops(norm=(1.0, 1e-6))),
+    "products": (Case((60, 9), 64, 20, 2, 80, 64, dtype=torch.bfloat16), Ops(40, norm=(1.0, 1e-6), gate="head")),
+    "products, window": (Case((60, 9), 12, 4, 1, 96, 64, window=12, dtype=torch.float16), Ops(20, last=True)),
+    "gates": (Case((60, 9), 64, 4, 2, 32, 32, decay=True), Ops(norm=(0.0, 1e-6), raw=True, gate="head")),
+    "gates in bf16": (Case((60, 9), 64, 4, 2, 32, 16, decay=True, dtype=torch.bfloat16), Ops(16, raw=True)),
+    "latents": (Case((60, 9), 64, 3, 1, 72, 64, same=True), Ops(4, last=True, norm=(0.0, 1e-6))),
+    "latents, products": (
+        Case((60, 9), 64, 20, 1, 96, 64, same=True, dtype=torch.bfloat16),
+        Ops(16, last=True, norm=(1.0, 1e-6), gate="head", rest=True),
+    ),
+    "latents, a query in two places": (
+        Case((60, 9), 64, 3, 1, 80, 64, same=True),
+        Ops(4, last=True, norm=(0.0, 1e-6), rest=True),
+    ),
+}
+
+
+def with_ops(name: str, device: str = "cpu") -> dict[str, Any]:
+    """Arguments of a case with `ops`, whose positions differ from the numbers of tokens in the cache."""
+    (case, sizes), generator = WITH_OPS[name], torch.Generator().manual_seed(1)
+    a, B = arguments(case, device, resets=0), len(case.seen)
+
+    def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    def norm(size: int) -> HeadNorm:
+        offset, eps = sizes.norm
+        return HeadNorm(size, None if sizes.weightless else 1 - offset + 0.3 * draw(size), eps, offset)
+
+    ops = AttentionOps()
+    if sizes.norm:
+        k_norm = norm(case.V if case.same else case.D)
+        ops = ops._replace(
+            q_norm=None if case.same else norm(case.D), k_norm=k_norm, v_norm=k_norm if case.same else None
+        )
+    if sizes.pairs:
+        rates = 1e4 ** -(torch.arange(sizes.pairs, device=device) / sizes.pairs)
+        positions = a["cache"].seen + torch.tensor([sizes.position, 1], device=device)
+        ops = ops._replace(turn=Turn(positions, rates, 1.3, sizes.last))
+    if sizes.gate is not None:
+        width = case.H if sizes.gate == "head" else case.H * case.V
+        ops = ops._replace(gate=draw(B, 1, width + 3, dtype=case.dtype)[..., :-3])
+    if sizes.raw:
+        a["log_decay"], ops = draw(B, 1, case.H, dtype=case.dtype), ops._replace(decay_bias=draw(case.H))
+    if sizes.rest:
+        ops = ops._replace(q_rest=draw(B, 1, case.H, case.D - case.V + 5, dtype=case.dtype)[..., 5:])
+        a["q"] = torch.cat([a["q"][..., : case.V], torch.full_like(ops.q_rest, math.nan)], -1)
+    return a | {"ops": ops}
+
+
+def one_after_another(a: dict[str, Any]) -> dict[str, Any]:
+    """The arguments after their norms, positions and decays, by the formulas, rounded after each."""
+    ops, q, dtype = a["ops"], a["q"], a["q"].dtype
+    if ops.q_rest is not None:
+        q = torch.cat([q[..., : -ops.q_rest.shape[3]], ops.q_rest], -1)
+
+    def normed(x: Tensor, norm: HeadNorm | None) -> Tensor:
+        if norm is None:
+            return x
+        y, rest = x[..., : norm.size].float(), x[..., norm.size :]
+        scale = 1.0 if norm.weight is None else norm.offset + norm.weight
+        return torch.cat([(y * (y.square().mean(-1, keepdim=True) + norm.eps).rsqrt() * scale).to(dtype), rest], -1)
+
+    def turned(x: Tensor, turn: Turn | None) -> Tensor:
+        if turn is None:
+            return x
+        first = x.shape[-1] - 2 * len(turn.rates) if turn.last else 0
+        before, middle, after = x.float().tensor_split([first, first + 2 * len(turn.rates)], -1)
+        angle = (turn.positions[:, None, None, None].float() * turn.rates).double()
+        low, high = middle.double().chunk(2, -1)
+        pair = low * angle.cos() - high * angle.sin(), low * angle.sin() + high * angle.cos()
+        return torch.cat([before, *(turn.amplitude * x.float() for x in pair), after], -1).to(dtype)
+
+    q, k = turned(normed(q, ops.q_norm), ops.turn), turned(normed(a["k"], ops.k_norm), ops.turn)
+    decay = a["log_decay"] if ops.decay_bias is None else logsigmoid(a["log_decay"].float() + ops.decay_bias)
+    return {**a, "q": q, "k": k, "v": normed(a["v"], ops.v_norm), "log_decay": decay, "ops": None}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", PLACES)
+@pytest.mark.parametrize("name", WITH_OPS)
+def test_norms_positions_decays_and_gates_in_the_same_launches(name: str, device: str):
+    """For three tokens in a row, and the same in PyTorch."""
+    case, tolerance = WITH_OPS[name][0], 5 * TOLERANCE[WITH_OPS[name][0].dtype]
+    a, plain, composed = (with_ops(name, device) for _ in range(3))
+    for _ in range(3):
+        expected = run(one_after_another(plain), "reference", device)
+        if (gate := plain["ops"].gate) is not None:
+            o = expected[0].flatten(2) if gate.shape[2] > case.H else expected[0]
+            factor = gate.sigmoid() if gate.shape[2] > case.H else gate.sigmoid()[..., None]
+            expected = ((o * factor).view(expected[0].shape), *expected[1:])
+        with dry_run() as record:
+            run(with_ops(name, device), "triton", device)
+        assert [launch.name.split(".")[-1] for launch in record.launches] == ["attend_to_part", "add_newest"]
+        for b, backend in ((a, "triton"), (composed, "torch")):
+            o, *written = run(b, backend, device)
+            assert o.dtype == case.dtype
+            for x, y in zip((o, *written), expected, strict=True):
+                torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance)
+        for b in (a, plain, composed):
+            cache, ops = b["cache"], b["ops"]
+            b["cache"] = cache._replace(seen=cache.following, following=torch.empty_like(cache.seen))
+            b["ops"] = (
+                ops if ops.turn is None else ops._replace(turn=ops.turn._replace(positions=ops.turn.positions + 1))
+            )
+            b["q"], b["k"], b["v"] = (x.flip(0) for x in (b["q"], b["k"], b["v"]))
+            if case.same:
+                b["v"] = b["k"][..., : case.V]
+
+
+@pytest.mark.parametrize("why", ["another dtype", "values alone", "a query in two places", "autocast", "deterministic"])
+def test_what_the_launches_do_not_compute_comes_before_and_after_them(why: str):
+    a, b = with_ops("96"), with_ops("96")
+    for x in (a, b):
+        if why == "another dtype":
+            x["cache"] = x["cache"]._replace(entries=tuple(entry.bfloat16() for entry in x["cache"].entries))
+        if why == "values alone":
+            x["ops"] = x["ops"]._replace(v_norm=HeadNorm(64, None, 1e-6))
+        if why == "a query in two places":
+            x["ops"] = x["ops"]._replace(q_rest=x["q"][..., -5:].clone())
+            x["q"] = torch.cat([x["q"][..., :-5], torch.full_like(x["q"][..., -5:], math.nan)], -1)
+    gate = b["ops"].gate
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=why == "autocast")
+    with kernels.deterministic(why == "deterministic"), autocast, kernels.implementations() as ran:
+        o, *written = run(a, "triton" if why != "deterministic" else "auto")
+    assert "rotary" in ran
+    expected, *entries = run(one_after_another(b), "reference")
+    expected = expected if gate is None else expected * gate.sigmoid()[..., None]
+    tolerance = 3e-2 if why in ("another dtype", "autocast") else 1e-5
+    torch.testing.assert_close(o.float(), expected.float(), rtol=tolerance, atol=tolerance)
+    for x, y in zip(written, entries, strict=True):
+        torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance)
+
+
 def shorter(a: dict[str, Any], number: int) -> KeyCache:
     entries = list(a["cache"].entries)
     entries[number] = entries[number][:, :-1]
@@ -276,6 +430,44 @@ MISFITS: dict[str, Callable[[dict[str, Any]], object]] = {
 }
 
 
+MISFITS_OF_OPS: dict[str, Callable[[AttentionOps], AttentionOps]] = {
+    "ops.q_norm: expected 1 to 96 channels, and a weight for each": lambda ops: ops._replace(
+        q_norm=HeadNorm(97, None, 1e-6)
+    ),
+    "ops.k_norm: expected 1 to 96 channels, and a weight for each": lambda ops: ops._replace(
+        k_norm=HeadNorm(96, torch.ones(95), 1e-6)
+    ),
+    "ops.v_norm: expected 1 to 64 channels": lambda ops: ops._replace(v_norm=HeadNorm(96, None, 1e-6)),
+    r"ops.turn: expected positions \[2\] and rates of 1 to 48 pairs": lambda ops: ops._replace(
+        turn=ops.turn._replace(rates=torch.zeros(49))
+    ),
+    r"ops.turn: expected positions \[2\] and": lambda ops: ops._replace(
+        turn=ops.turn._replace(positions=torch.zeros(3))
+    ),
+    r"ops.q_rest: expected \[2,1,2, below 96\], got shape \(2, 1, 2, 96\)": lambda ops: ops._replace(
+        q_rest=torch.zeros(2, 1, 2, 96)
+    ),
+    "ops.decay_bias: expected raw gates": lambda ops: ops._replace(decay_bias=torch.zeros(2)),
+    r"ops.gate: expected \[2,1,2\] or \[2,1,128\], got shape \(2, 1, 3\)": lambda ops: ops._replace(
+        gate=torch.zeros(2, 1, 3)
+    ),
+}
+
+
+@pytest.mark.parametrize("said", MISFITS_OF_OPS)
+def test_misfits_of_ops(said: str):
+    a = with_ops("96")
+    with pytest.raises(ValueError, match=f"^{said}"):
+        run(a | {"ops": MISFITS_OF_OPS[said](a["ops"])}, "torch")
+
+
+def test_ops_need_a_cache_and_a_scale_that_does_not_turn_the_query():
+    a = with_ops("96")
+    for misfit in ({"cache": None}, {"scale": -1.0, "ops": AttentionOps(q_rest=a["q"][..., :3])}):
+        with pytest.raises(ValueError, match=r"^ops: needs a cache, and `q_rest` a scale above 0"):
+            kernels.window_attention(**a | misfit)
+
+
 @pytest.mark.parametrize("said", MISFITS)
 def test_misfits(said: str):
     a = arguments(Case())
@@ -288,6 +480,8 @@ def test_there_are_no_gradients():
     a = arguments(Case())
     with pytest.raises(ValueError, match=r"^cache: is written in place, and has no gradients"):
         kernels.window_attention(**a | {"q": a["q"].requires_grad_()})
+    with pytest.raises(ValueError, match=r"^cache: is written in place, and has no gradients"):
+        kernels.window_attention(**a, ops=AttentionOps(q_norm=HeadNorm(8, torch.ones(8, requires_grad=True), 1e-6)))
 
 
 LARGE = [

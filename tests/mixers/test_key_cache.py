@@ -1,6 +1,7 @@
 """Caches with room, in which a step of one token moves nothing."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,7 +9,21 @@ import torch
 from torch import Tensor
 
 import kernels
-from mixers import Site, TokenMixer
+from mixers import (
+    Features,
+    ForgettingAttention,
+    MultiheadLatentAttention,
+    RMSNorm,
+    Rotary,
+    SigmoidGatedRMSNorm,
+    SimpleRMSNorm,
+    Site,
+    SlidingWindowAttention,
+    SoftmaxAttention,
+    TokenMixer,
+    YarnRotary,
+    ZeroCentredRMSNorm,
+)
 from mixers.key_cache import in_slots, out_of_slots
 from mixers.state import Slots, caches, positions_seen, slotted
 
@@ -80,6 +95,111 @@ def test_a_step_on_triton(name: str):
         with kernels.backend("triton"), kernels.implementations() as ran:
             y, roomy = mixer(x, roomy)
         assert ran["window_attention_token"] == {"triton"}
+        torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5)
+
+
+class DoubledNorm(RMSNorm):
+    """A norm that is not that of the kernels."""
+
+    @property
+    def scale(self) -> Tensor:
+        return 2 * super().scale
+
+
+class BackwardRotary(Rotary):
+    """Positions that are not those of the kernels."""
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        return super().forward(x, -positions)
+
+
+class OwnAttention(SoftmaxAttention):
+    """Calls a function that takes no `ops`."""
+
+    @staticmethod
+    def attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        return kernels.window_attention(2 * q, k, v, **{"cache": None, **options})
+
+
+ALONE = {"rms_norm", "gated_rms_norm", "rotary", "activation_gate", "forget_gate"}  # ops with launches of their own
+WITH_ATTENTION: dict[str, tuple[Callable[[Site], TokenMixer], set[str]]] = {
+    "a gate per head": (partial(SoftmaxAttention, gate="head", qk_norm=RMSNorm, bias=True), set()),
+    "a gate per channel": (
+        partial(
+            SoftmaxAttention,
+            gate="channel",
+            qk_norm=ZeroCentredRMSNorm,
+            qk=Features(map=partial(Rotary, fraction=0.25)),
+        ),
+        set(),
+    ),
+    "a window": (
+        partial(
+            SlidingWindowAttention,
+            window_size=6,
+            num_heads=4,
+            num_kv_heads=2,
+            qk_norm=SimpleRMSNorm,
+            qk=Features(map=partial(YarnRotary, factor=4.0, original_length=8)),
+        ),
+        set(),
+    ),
+    "no positions": (partial(SoftmaxAttention, qk=Features(), num_kv_heads=1, scale=0.5), set()),
+    "norms of the width": (partial(SoftmaxAttention, qk_norm=RMSNorm, qk_norm_over="width"), {"rms_norm"}),
+    "another norm": (partial(SoftmaxAttention, qk_norm=DoubledNorm), {"rms_norm"}),
+    "other positions": (
+        partial(SoftmaxAttention, qk=Features(map=BackwardRotary), gate="channel"),
+        {"rotary", "activation_gate"},
+    ),
+    "convolutions": (partial(SoftmaxAttention, qk=Features(conv=3, map=Rotary)), {"rotary"}),
+    "another attention": (partial(OwnAttention, qk_norm=RMSNorm), {"rms_norm", "rotary"}),
+    "decays": (partial(ForgettingAttention, qk_norm=RMSNorm, num_kv_heads=1), set()),
+    "decays, another norm": (partial(ForgettingAttention, qk_norm=DoubledNorm), {"rms_norm"}),
+    "latents": (MultiheadLatentAttention, set()),
+    "latents, a gate per head": (
+        partial(MultiheadLatentAttention, gate="head", norm=ZeroCentredRMSNorm, kv_rank=20, rope_dim=10),
+        set(),
+    ),
+    "latents, a gate per channel": (
+        partial(MultiheadLatentAttention, gate="channel", rotary=None, q_rank=8),
+        {"rms_norm", "activation_gate"},
+    ),
+    "latents alone": (partial(MultiheadLatentAttention, rotary=None, rope_dim=0), set()),
+    "latents, another norm": (partial(MultiheadLatentAttention, norm=DoubledNorm), {"rms_norm", "rotary"}),
+    "latents, other positions": (partial(MultiheadLatentAttention, rotary=BackwardRotary), {"rms_norm", "rotary"}),
+    "latents, part of the positions": (
+        partial(MultiheadLatentAttention, rotary=partial(Rotary, fraction=0.5)),
+        {"rms_norm", "rotary"},
+    ),
+    "decays and shifts": (
+        partial(ForgettingAttention, qk_norm=RMSNorm, shift=True, output=SigmoidGatedRMSNorm),
+        {"gated_rms_norm"},
+    ),
+}
+
+
+@pytest.mark.slow
+@torch.no_grad()
+@pytest.mark.parametrize("name", WITH_ATTENTION)
+def test_a_step_without_further_launches(name: str):
+    """Norms, positions, decays and gates are part of attention, unless they are not those of its kernels."""
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("for the interpreter")
+    factory, alone = WITH_ATTENTION[name]
+    mixer = factory(SITE)
+    for parameter in mixer.parameters():
+        parameter.add_(0.1 * torch.randn_like(parameter))
+    state = after(mixer, [9, 3, 0], torch.float32)
+    window = getattr(mixer, "window_size", None)
+    roomy = converted(state, lambda cache, seen: in_slots(cache, seen, window or 20))
+    for backend in ("triton", "torch"):  # the second token sees what the first one has written
+        x = torch.randn(3, 1, 64)
+        expected, state = mixer(x, state)
+        with kernels.backend(backend), kernels.implementations() as ran:
+            y, roomy = mixer(x, roomy)
+        assert ran["window_attention_token"] == {backend}
+        assert backend == "torch" or ALONE & set(ran) == alone
         torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5)
 
 

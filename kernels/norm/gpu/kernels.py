@@ -50,8 +50,7 @@ def forward(
     ACTIVATION: tl.constexpr,  # of the gate: silu or sigmoid
     OVERLAP: tl.constexpr,
 ):
-    if weight is not None:
-        prefetch(weight, 0, D, D, OVERLAP)
+    prefetch(weight, 0, D, D, OVERLAP)
     wait(OVERLAP)
     outer, within, dense, inside = tile_of(tl.program_id(0) * ROWS, rows, INNER, D, ROWS, BLOCK)
     u = load(x, outer * x_outer + within, inside)

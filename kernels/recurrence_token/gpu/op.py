@@ -47,10 +47,9 @@ def prefetch_head(weight, history, row, h, STREAM: tl.constexpr, OVERLAP: tl.con
     C: tl.constexpr = STREAM[0]
     W: tl.constexpr = STREAM[1]
     SIZE: tl.constexpr = STREAM[2]
-    if weight is not None:
-        prefetch(weight, h * SIZE * W, SIZE * W, SIZE * W, OVERLAP)
-        for j in tl.static_range(W - 1):
-            prefetch(history, (row * (W - 1) + j) * C + h * SIZE, SIZE, SIZE, OVERLAP)
+    prefetch(weight, h * SIZE * W, SIZE * W, SIZE * W, OVERLAP)
+    for j in tl.static_range(W - 1):
+        prefetch(history, (row * (W - 1) + j) * C + h * SIZE, SIZE, SIZE, OVERLAP)
 
 
 @triton.jit
@@ -236,12 +235,11 @@ def advance_token(
     for i in tl.static_range(STEPS):
         prefetch_head(k_weight, k_history, row, i * G + g, KEY, OVERLAP)
         prefetch_head(v_weight, v_history, row, i * H + h, VALUE, OVERLAP)
-    if A_log is not None:
-        prefetch(A_log, 0, H, H, OVERLAP)
-        prefetch(dt_bias, h * K if CHANNELS else 0, K if CHANNELS else H, K if CHANNELS else H, OVERLAP)
+    prefetch(A_log, 0, H, H, OVERLAP)
+    prefetch(dt_bias, h * K if CHANNELS else 0, K if CHANNELS else H, K if CHANNELS else H, OVERLAP)
     if scale_of_norm is not None:
         scale_of_norm += h * V if CENTRED else 0
-        prefetch(scale_of_norm, 0, V, V, OVERLAP)
+    prefetch(scale_of_norm, 0, V, V, OVERLAP)
     wait(OVERLAP)
     r, c = tl.arange(0, BK), tl.arange(0, BV)
     channel = r // HALF * SIZE + r % HALF  # row of the state
