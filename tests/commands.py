@@ -42,6 +42,13 @@ class Finished(NamedTuple):
         assert self.code == 2, self.err
         return self
 
+    def sentence(self) -> str:
+        """Return the answer to a mistake of the user, after a check that it is one sentence."""
+        self.refused()
+        assert self.err.startswith("error: "), self.err
+        assert len(self.err.splitlines()) == 1, self.err
+        return self.err.removeprefix("error: ").rstrip("\n")
+
 
 Command = Callable[..., Finished]
 
@@ -79,3 +86,13 @@ def start(
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def run_process(
+    folder: Path, cache: Path, *arguments: str, fresh: bool = False, timeout: float = 240, **environment: str
+) -> Finished:
+    """Wait for the end of a process of `start`, which uses one thread, as another order of a sum is another sum."""
+    settings = {"OMP_NUM_THREADS": "1", "ZOO_RUN": "", **environment}
+    process = start(folder, cache, *arguments, fresh=fresh, **settings)
+    out, err = process.communicate(timeout=timeout)
+    return Finished(process.returncode, out, err)

@@ -79,6 +79,15 @@ def hears_ctrl_c() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
+@pytest.fixture
+def highest() -> Iterator[None]:
+    """PyTorch's default precision, which deterministic mode needs on a processor, and which runs may change."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
 @pytest.fixture(scope="session")
 def oracle() -> Callable[[str], ModuleType]:
     """Imports a module of an independent implementation. Without it a test is skipped at home, and fails in CI."""

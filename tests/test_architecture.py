@@ -161,14 +161,6 @@ def test_names_say_what_is_inside():
     assert not [name for name in trees() if Path(name).stem in vague]
 
 
-def test_no_print():
-    violations = []
-    for name, tree in trees().items():
-        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
-        violations += [f"{name}:{call.lineno}" for call in calls if call.func.id in ("print", "breakpoint")]
-    assert not violations
-
-
 # a family of public checkpoints is a declaration of what their layers are called here
 DECLARATIONS = ("zoo/saved/public/families/",)
 

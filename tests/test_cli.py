@@ -23,7 +23,7 @@ from zoo.config.help import EXAMPLES
 from zoo.config.signatures import subclasses
 from zoo.train.results import COLUMNS
 
-from .commands import FIT, Command, start
+from .commands import FIT, Command, run_process
 
 
 def resolved(command: Command, *arguments: str) -> dict:
@@ -113,11 +113,9 @@ def test_a_failed_start_does_not_use_up_the_name(command: Command):
 
 @pytest.mark.slow
 def test_too_little_memory_is_one_sentence(tmp_path: Path, shared_cache: Path):
-    process = start(tmp_path, shared_cache, "fit", "--config", "gla.yaml", "--model.hidden_size=99000000")
-    _, err = process.communicate(timeout=120)
-    assert process.returncode == 2
-    assert err.startswith("error: not enough memory: PyTorch tried to allocate ")
-    assert len(err.splitlines()) == 1
+    large = ("fit", "--config", "gla.yaml", "--model.hidden_size=99000000")
+    said = run_process(tmp_path, shared_cache, *large, timeout=120).sentence()
+    assert said.startswith("not enough memory: PyTorch tried to allocate ")
 
 
 @pytest.mark.slow
@@ -472,12 +470,10 @@ def test_a_folder_that_cannot_be_written(command: Command, desk: Path):
 
 @pytest.mark.slow
 def test_exit_code_and_stream_of_a_process(desk: Path, shared_cache: Path):
-    process = start(desk, shared_cache, "fit", "--config", "gdn_h3.yaml", fresh=True)
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 2
-    assert out == ""
+    done = run_process(desk, shared_cache, "fit", "--config", "gdn_h3.yaml", fresh=True, timeout=120)
+    assert done.out == ""
     hint = "did you mean 'gdn_h1.yaml' or 'gdn_h2.yaml'?"
-    assert err.splitlines() == [f"error: config: 'gdn_h3.yaml' is neither a file nor one of configs/; {hint}"]
+    assert done.sentence() == f"config: 'gdn_h3.yaml' is neither a file nor one of configs/; {hint}"
 
 
 @pytest.mark.slow

@@ -152,9 +152,8 @@ def test_other_numbers_of_heads_are_of_equal_size_or_refused(name: str):
     [("mamba2.yaml", "head_dim"), ("hgrn2.yaml", "num_heads"), ("tnl.yaml", "head_dim"), ("gdn_h2.yaml", "mixer")],
 )
 def test_heads_that_a_mixer_does_not_choose_are_refused_in_one_sentence(name: str, expected: str, command: Command):
-    done = command("fit", "--config", name, "--config", "ablate/heads_8.yaml", "--print_config").refused()
-    assert expected in done.err
-    assert len(done.err.strip().splitlines()) == 1
+    done = command("fit", "--config", name, "--config", "ablate/heads_8.yaml", "--print_config")
+    assert expected in done.sentence()
 
 
 @pytest.mark.slow

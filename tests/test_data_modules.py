@@ -15,7 +15,7 @@ from zoo.data import NO_LOSS, Batch, as_batch
 from zoo.train.module import Pretraining
 from zoo.train.optim import Optimisation
 
-from .commands import Command
+from .commands import Command, run_process
 
 OWN = """
 import lightning as L
@@ -139,16 +139,11 @@ def test_what_is_missing_is_one_sentence(fit: Callable, name: str):
 @pytest.mark.slow
 def test_two_processes_share_the_samples(fit: Callable, desk: Path, shared_cache: Path):
     """Lightning gives each process other samples of a DataLoader, so that all of them are seen once."""
-    from .commands import start
-
     noting = "open(f'seen-{torch.distributed.get_rank()}', 'a').write(f'{tokens[0, 0]} {tokens[1, 0]} ')"
     (desk / "own_data.py").write_text(OWN.replace("        return {", f"        {noting}\n        return {{", 1))
     two = ("--trainer.devices=2", "--trainer.strategy=ddp", "--trainer.max_steps=2", "--trainer.num_sanity_val_steps=0")
-    process = start(
-        desk, shared_cache, *FIT, "--data=own_data.Counting", *two, "--trainer.limit_val_batches=0", ZOO_RUN=""
-    )
-    _, err = process.communicate(timeout=180)
-    assert process.returncode == 0, err
+    counting = (*FIT, "--data=own_data.Counting", "--trainer.limit_val_batches=0")
+    run_process(desk, shared_cache, *counting, *two, timeout=180).ok()
     seen = [int(word) for rank in (0, 1) for word in (desk / f"seen-{rank}").read_text().split()]
     assert sorted(seen) == list(range(8))
 

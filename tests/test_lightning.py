@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from .commands import FIT, Command
+from .commands import FIT, Command, run_process
 
 CALLBACKS = "lightning.pytorch.callbacks"
 STRATEGIES = "lightning.pytorch.strategies"
@@ -94,13 +94,10 @@ def test_runs_lie_in_the_root_dir(command: Command, desk: Path):
 
 @pytest.mark.slow
 def test_the_table_of_a_profiler_is_shown(desk: Path, shared_cache: Path):
-    from .commands import start
-
-    process = start(desk, shared_cache, *FIT, "--trainer.profiler=simple", "--trainer.max_steps=1", COLUMNS="200")
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
-    assert "FIT Profiler Report" in out + err
-    assert "run_training_epoch" in out + err
+    profiled = (*FIT, "--trainer.profiler=simple", "--trainer.max_steps=1")
+    done = run_process(desk, shared_cache, *profiled, timeout=120, COLUMNS="200").ok()
+    assert "FIT Profiler Report" in done.out + done.err
+    assert "run_training_epoch" in done.out + done.err
 
 
 @pytest.mark.slow

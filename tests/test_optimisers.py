@@ -13,7 +13,7 @@ from zoo.config.find import CONFIGS
 from zoo.train.muon import Muon
 from zoo.train.optim import Optimisation, build_optimizer, parameter_groups
 
-from .commands import FIT, Command, start
+from .commands import FIT, Command, run_process
 
 SCHEDULES = "torch.optim.lr_scheduler"
 # one kind of layer, so that the config is read in half the time
@@ -185,14 +185,10 @@ def test_a_config_may_name_it_as_lightning_does(command: Command, desk: Path):
 def test_muon_is_refused_where_matrices_are_sharded(desk: Path, shared_cache: Path, strategy: str):
     if strategy.endswith("Zero"):
         pytest.importorskip("deepspeed")
-    process = start(
-        desk, shared_cache, *FIT, f"--trainer.strategy.class_path={strategy}", "--config=train/muon.yaml", ZOO_RUN=""
-    )
-    _, err = process.communicate(timeout=180)
-    assert process.returncode == 2, err
-    assert (
-        "error: optim.optimizer is Muon, which needs whole matrices, and trainer.strategy shards them; use ddp" in err
-    )
+    sharded = (*FIT, f"--trainer.strategy.class_path={strategy}", "--config=train/muon.yaml")
+    done = run_process(desk, shared_cache, *sharded, timeout=180).refused()
+    said = "error: optim.optimizer is Muon, which needs whole matrices, and trainer.strategy shards them; use ddp"
+    assert said in done.err
 
 
 @pytest.mark.slow

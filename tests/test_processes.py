@@ -9,7 +9,7 @@ import pytest
 import cli
 from zoo.train.metrics_file import read_metrics
 
-from .commands import FIT, sitting_at, start
+from .commands import FIT, run_process, sitting_at
 
 # Writes down what each process trains on.
 WATCHER = """
@@ -39,11 +39,9 @@ def desk(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Path:
     with sitting_at(folder, shared_cache):
         assert cli.run([*WATCHED, "--run", "one", "--trainer.max_steps=6"]) == 0
     options = ("--run", "two", "--trainer.devices=2", "--trainer.strategy=ddp")
-    process = start(folder, shared_cache, *WATCHED, *options, OMP_NUM_THREADS="1", ZOO_RUN="")
-    out, err = process.communicate(timeout=240)
-    assert process.returncode == 0, err
-    assert "usage" not in out
-    assert "sync_dist" not in err
+    done = run_process(folder, shared_cache, *WATCHED, *options).ok()
+    assert "usage" not in done.out
+    assert "sync_dist" not in done.err
     return folder
 
 

@@ -21,7 +21,7 @@ from zoo.files.sealed_json import read_sealed
 from zoo.runs.folder import claimed, find_run
 from zoo.train.metrics_file import read_metrics
 
-from .commands import FIT, Command, sitting_at, start
+from .commands import FIT, Command, run_process, sitting_at
 from .forked_python import fork_server
 
 TWO = ("--trainer.devices=2", "--trainer.strategy=ddp")
@@ -232,11 +232,6 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_starts_anew(command: 
     shutil.rmtree(copied / "checkpoints")
     with (copied / "metrics.jsonl").open("a") as file:
         file.write('{"step": 9, "train_loss": 1.0}\n')
-    failed = command("fit", "--resume", "done").refused()
-    assert (
-        "the run runs/done has no checkpoint to continue from; start it again, with its config and --run done"
-        in failed.err
-    )
     assert command(*FIT, "--run", "done").code == 0
     assert [row["step"] for row in read_metrics(copied / "metrics.jsonl")] == [0, 1, 2, 3]
 
@@ -298,13 +293,9 @@ def test_a_full_disk_is_one_sentence(kilobytes: int, tmp_path: Path, shared_cach
     try:
         with sitting_at(disk, shared_cache):
             (disk / "fill").write_bytes(bytes(2048 * 1024 - kilobytes * 1024))
-            process = start(
-                disk, shared_cache, *FIT, "--run", "x", "--trainer.max_steps=40", OMP_NUM_THREADS="1", ZOO_RUN=""
-            )
-            _, err = process.communicate(timeout=240)
-        assert process.returncode == 2, err
-        assert "Traceback" not in err
-        assert "No space left on device" in err.splitlines()[-1]
+            done = run_process(disk, shared_cache, *FIT, "--run", "x", "--trainer.max_steps=40").refused()
+        assert "Traceback" not in done.err
+        assert "No space left on device" in done.err.splitlines()[-1]
     finally:
         subprocess.run(["umount", str(disk)], check=True)
 

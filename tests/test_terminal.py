@@ -12,7 +12,7 @@ import torch
 
 from zoo.display import screen_text
 
-from .commands import CLI, FIT, Command, start
+from .commands import CLI, FIT, Command, run_process, start
 from .forked_python import forked_python
 
 AS_A_PROGRAM = """
@@ -185,10 +185,8 @@ def test_a_model_whose_mixer_lies_in_another_folder(command: Command, desk: Path
 def test_two_processes_say_it_once(desk: Path, shared_cache: Path):
     (desk / "short.txt").write_text("too short " * 20)
     ways = ("--trainer.strategy=ddp", "--trainer.devices=2", "--data.path=short.txt")
-    process = start(desk, shared_cache, *FIT, *ways)
-    _, err = process.communicate(timeout=180)
-    assert process.returncode == 2
-    assert err.count("error: ") == 1
+    done = run_process(desk, shared_cache, *FIT, *ways, timeout=180).refused()
+    assert done.err.count("error: ") == 1
 
 
 def test_rows_that_two_processes_cannot_share(command: Command, desk: Path):

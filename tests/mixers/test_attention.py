@@ -144,23 +144,6 @@ def test_options_are_the_formula(options: dict[str, Any]):
         assert torch.allclose(gradient, by_formula, rtol=1e-4, atol=1e-5), name
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"scale": 0.0}, "scale: 0.0 must be a finite number above 0"),
-        ({"gate": "row"}, "gate: 'row' is not one of head, channel, or null"),
-        ({"qk_norm_over": "row"}, "qk_norm_over: 'row' is not one of head, width"),
-        ({"qk": Features(map=partial(Rotary, fraction=0.4))}, "fraction: 0.4 of head_dim 8 is 3; .* from 2 to 8"),
-        ({"qk": Features(map=partial(Rotary, fraction=1.5))}, "fraction: 1.5 of head_dim 8 is 12; .* from 2 to 8"),
-        ({"qk": Features(map=partial(Rotary, fraction=0.0))}, "fraction: 0.0 of head_dim 8 is 0; .* from 2 to 8"),
-    ],
-    ids=str,
-)
-def test_options_that_do_not_exist(arguments: dict[str, Any], message: str):
-    with pytest.raises(mixers.UserError, match=f"^{message}$"):
-        SoftmaxAttention(SITE, **arguments)
-
-
 @pytest.mark.parametrize("config", ["transformer.yaml", "swa.yaml"])
 def test_options_in_a_config(config: str):
     mixer = "model.stack.mixer."

@@ -189,8 +189,6 @@ def test_sizes():
     assert HGRN2(Site(2048, 8)).num_heads == 16  # of the paper's 128, whatever the model has
     assert HGRN2(Site(192, 3)).num_heads == 3
     assert HGRN1(Site(256, 4)).state_size() == 256
-    with pytest.raises(mixers.UserError, match=r"^head_dim: "):
-        HGRN2(Site(256, 4), head_dim=48)
 
 
 def test_forget_gates_and_values_can_have_convolutions():

@@ -18,11 +18,15 @@ def case(build: Callable[..., Any], sentence: str, **arguments: Any) -> tuple[An
     return build, sentence, arguments
 
 
+def rotary(fraction: float) -> mixers.Features:
+    return mixers.Features(map=partial(mixers.Rotary, fraction=fraction))
+
+
 def expanded(mixer: Any = GatedDeltaNet, factor: int = 2, **options: Any) -> mixers.TokenMixer:
     return Expanded(mixer=mixer, factor=factor, **options)(WIDE)
 
 
-WINDOW = partial(SlidingWindowAttention, SITE)
+ATTENTION, WINDOW = partial(mixers.SoftmaxAttention, SITE), partial(SlidingWindowAttention, SITE)
 LATENT = partial(mixers.MultiheadLatentAttention, SITE)
 GDN, GLA, MAMBA2 = (partial(each, LARGE) for each in (GatedDeltaNet, mixers.GLA, mixers.Mamba2))
 GSA, MLSTM = partial(mixers.GatedSlotAttention, SMALL), partial(mixers.MLSTM, SMALL)
@@ -43,14 +47,18 @@ CASES = [
     case(mixers.ConstantDecay, r"log_decay: \[.*\] must be numbers that are not above 0$", log_decay=[math.nan]),
     case(partial(mixers.Discretisation, 4), r"low: 3\.0 must not be above high, 2\.0$", low=3.0, high=2.0),
     case(partial(mixers.GatedRMSNorm, 8), "groups: 3 do not divide size 8$", groups=3),
-    *(
-        case(each, "num_heads: 5 does not divide hidden_size 64; choose a divisor$", site=Site(64, 5))
-        for each in SIZED_BY_HEADS
-    ),
+    *(case(each, DIVISOR, site=Site(64, 5)) for each in SIZED_BY_HEADS),
     *(case(each, "num_heads: 0 must be at least 1$", site=Site(64, 0)) for each in SIZED_BY_HEADS),
+    case(ATTENTION, r"scale: 0\.0 must be a finite number above 0$", scale=0.0),
+    case(ATTENTION, "gate: 'row' is not one of head, channel, or null$", gate="row"),
+    case(ATTENTION, "qk_norm_over: 'row' is not one of head, width$", qk_norm_over="row"),
+    *(
+        case(ATTENTION, f"fraction: {fraction} of head_dim 8 is {count}; .* from 2 to 8$", qk=rotary(fraction))
+        for fraction, count in ((0.4, 3), (1.5, 12), (0.0, 0))
+    ),
     case(WINDOW, "num_heads: ", num_heads=5),
     case(WINDOW, "num_kv_heads: ", num_kv_heads=3),
-    *(case(WINDOW, "window_size: ", window_size=size) for size in (0, 1)),
+    case(WINDOW, "window_size: ", window_size=1),
     case(partial(ForgettingAttention, SITE), "num_kv_heads: 3 does not divide num_heads 4$", num_kv_heads=3),
     case(LATENT, "rope_dim: 3 is odd; rotary embedding needs pairs$", rope_dim=3),
     case(LATENT, "rope_dim: 0 leaves no channels for positions; set rotary to null$", rope_dim=0),
@@ -92,18 +100,13 @@ CASES = [
     case(MLSTM, "normaliser: false needs input_gate=sigmoid, ", normaliser=False),
     case(MLSTM, "expand_k: a width of 3 cannot be divided into 2 heads", expand_k=0.1),
     case(RWKV7, "head_dim: 5 does not divide hidden_size 32", head_dim=5),
-    case(RWKV7, "rate_rank: 0 ", rate_rank=0),
-    case(RWKV7, "norm_eps: -1.0 ", norm_eps=-1.0),
-    case(mixers.Features, "conv: ", conv=-1),
     case(mixers.Features, "conv: ", bias=True),
     case(mixers.Features, "activation: ", activation="gelu"),
     case(mixers.Features, "norm: ", norm="l3"),
     case(partial(mixers.Rotary, 2), "head_dim: 7 is odd", size=7),
     case(mixers.SoftmaxAttention, "head_dim: 5 is odd", site=Site(20, 4)),
     case(partial(mixers.LinearRotary, 1, 8), "factor: 0.0 must be a finite number above 0", factor=0.0),
-    case(LLAMA3, "original_length: 0", original_length=0),
     case(LLAMA3, "fast_turns: 4.0 must be above", original_length=9, slow_turns=4.0),
-    case(YARN, "amplitude: -1.0", size=8, amplitude=-1.0),
     case(YARN, "base: 1.0 must be above 1", size=8, base=1.0),
     case(YARN, "head_dim: 7 is odd", size=7),
     case(partial(mixers.LowRank, 2, 8, 4, 12), "rank: 0 must be at least 1", rank=0),

@@ -4,9 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
-from kernels import UserError
 from reproductions import bench
 from zoo.performance import model as models
 
@@ -45,31 +43,6 @@ def test_captured_steps(desk: Path, kind: str, capsys: pytest.CaptureFixture[str
     assert ", captured" in capsys.readouterr().out
 
 
-def test_a_step_that_was_not_captured_is_named(tmp_path: Path):
-    row = {"model": "m", "length": 8, "batch_size": 1, "parameters": 1, "tokens_per_second": 1.0, "step_ms": 1.0}
-    row |= {"peak_gib": None, "tflops": 1.0, "not_captured": "it waits for the device"}
-    about = {"device": "a card", "torch": "2", "triton": None, "precision": "bf16", "tokens": 8, "cuda_graph": True}
-    report = bench.LengthReport(tmp_path, about)
-    report.rows.append(row)
-    caption = report.table().caption
-    assert "8 tokens in each step, captured" in caption
-    assert "m runs eagerly: it waits for the device" in caption
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"mixers": ["gatd_deltanet"]}, "mixers: 'gatd_deltanet' is not one of .*did you mean 'gated_deltanet'"),
-        ({"config": ["gla.yaml"], "sizes": ["400m"]}, "choose between them and --config"),
-        ({"device": "cpu", "cuda_graph": True}, "cuda_graph is true, but the device is a cpu"),
-        ({"device": "cpu"}, "device: on a CPU the built-in models run out of memory"),
-    ],
-)
-def test_what_expansion_refuses(given, message):
-    with pytest.raises(UserError, match=message):
-        bench.bench_expansion(**given)
-
-
 @pytest.mark.slow
 def test_length_at_the_same_tokens_in_a_step(desk: Path, capsys: pytest.CaptureFixture[str]):
     options = [*SMALL, "--lengths=[40,20,8]", "--tokens=40", "--steps=2", "--folder=found"]
@@ -91,58 +64,9 @@ def test_a_wrong_result_has_no_speed(tmp_path, monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.slow
-def test_rows_outlast_an_interruption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def interrupted_at_16(parsed, to, length, *_):
-        if length == 16:
-            raise KeyboardInterrupt
-        return {"note": "measured"}
-
-    monkeypatch.setattr(bench, "trained", interrupted_at_16)
-    with pytest.raises(KeyboardInterrupt):
-        bench.bench_length(["gated_deltanet.yaml", *PLAIN], lengths=[8, 16], tokens=16, folder=str(tmp_path))
-    assert [(row["length"], row["note"]) for row in record(tmp_path)["rows"]] == [(8, "measured")]
-
-
-def test_a_model_that_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The others are measured, unless its memory is not free again."""
-
-    def full(*given: object) -> None:
-        raise torch.OutOfMemoryError("made up")
-
-    def run() -> list[str | None]:
-        options = {"lengths": [8, 16], "tokens": 16, "steps": 1}
-        report = bench.bench_length(["gated_deltanet.yaml", *PLAIN], folder=str(tmp_path), **options)
-        report.write()
-        assert not report.failed
-        return [row.get("note") for row in report.rows]
-
-    for part in ("_steps", "_gate"):
-        with monkeypatch.context() as patch:
-            patch.setattr(f"reproductions.bench.{part}", full)
-            assert run() == ["does not fit into memory; fewer tokens in a step may"] * 2
-    monkeypatch.setattr("reproductions.bench.allocated", lambda device: 5.0)
-    left = "not measured: 5 GiB are still allocated since a model did not fit; name this one alone"
-    assert run() == [left] * 2
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("size", ["0.4b", "1.3b"])
 @pytest.mark.parametrize("mixer", bench.OVER_LENGTH)
 def test_models_over_length_have_configs(mixer: str, size: str):
     base, overlay = bench.OVER_LENGTH[mixer]
     parsed = models.read([*base, f"gated_delta_networks/{overlay}-{size}.yaml"])
     assert parsed.model.vocab_size == 32000
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"mixers": ["h3"]}, "mixers: 'h3' is not one of transformer, "),
-        ({"lengths": [300]}, "lengths: 300 does not divide the 32768 tokens of a step"),
-        ({"device": "cpu", "cuda_graph": True}, "cuda_graph is true, but the device is a cpu"),
-        ({"device": "cpu"}, "device: on a CPU the built-in models take hours"),
-    ],
-)
-def test_what_length_refuses(given, message):
-    with pytest.raises(UserError, match=message):
-        bench.bench_length(**given)

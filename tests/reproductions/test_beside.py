@@ -3,10 +3,8 @@
 import importlib
 import inspect
 import os
-import runpy
 import sys
 import types
-import unittest.mock
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,6 @@ import pytest
 import torch
 
 import kernels
-from kernels import UserError
 from reproductions import beside, peers
 from reproductions.peer_ops import PEERS, PeerOp
 from reproductions.peers import language_model
@@ -22,7 +19,6 @@ from tests.zoo.performance.test_bench import CPU, PLAIN
 from zoo import config as configs
 from zoo.performance import model as models
 from zoo.performance.bench_calls import OPS, BenchCall, Shape
-from zoo.performance.training import DOES_NOT_FIT
 
 
 @pytest.mark.slow
@@ -97,24 +93,12 @@ def test_flash_qla_is_timed_where_it_is_installed(works: bool, monkeypatch: pyte
         assert peer == {"note": "ValueError: heads of 16 channels"}
 
 
-def test_libraries_can_be_chosen(tmp_path: Path):
+def test_libraries_can_be_chosen():
     case = BenchCall("window_attention", Shape(1, 2, 70, 16), "fp32", CPU, "torch", window=70)
     rows = beside_ours(["sdpa", "cudnn"], case)
     assert rows["cudnn"] == {"note": "does not compute this call on this machine"}
     assert "fwd_ratio" in rows["sdpa causal"]
     assert {*rows} == {"cudnn", "sdpa causal"}
-    options = {"ops": "window_attention", "shapes": [(1, 2, 40, 8)]}
-    with pytest.raises(UserError, match=r"libraries: 'cuddn' is not one of fla, .*did you mean 'cudnn'"):
-        beside.kernels(**options, libraries=["cuddn"], folder=str(tmp_path))
-    with pytest.raises(UserError, match=r"decays: none .* those that have are kda, gated_deltanet2, linear_channel"):
-        beside.kernels(**options, decays="recorded", folder=str(tmp_path))
-    with pytest.raises(UserError, match=r"libraries: flash_qla is not installed"):
-        beside.kernels(**options, libraries=["flash_qla"], folder=str(tmp_path))
-    for kind in (["kernels"], ["training", "--config", "gla.yaml"], ["decode", "--config", "gla.yaml"]):
-        with pytest.raises(UserError, match="device: flash-linear-attention needs a CUDA device"):
-            beside.main([*kind, "--device=cpu"])
-    with pytest.raises(UserError, match="did you mean 'kernels'"):
-        beside.main(["kernel"])
 
 
 NAIVE = {  # of FLA, in PyTorch, with the arguments of its kernels; that of Comba reads the state after it decays
@@ -197,41 +181,6 @@ def test_rows_of_fla_are_not_of_flashqla(monkeypatch: pytest.MonkeyPatch):
     assert os.environ["FLA_FLASH_QLA"] == "0"
 
 
-def test_a_peer_that_fails_is_a_sentence_below_the_table(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    def refused(case: BenchCall) -> dict[str, Any]:
-        def fails(inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-            raise ValueError("heads of 8\nchannels")
-
-        return {"theirs": fails, "same": case.call}
-
-    monkeypatch.setattr(peers, "require_for", lambda ops, device, libraries: None)
-    monkeypatch.setattr(peers, "kernel_peers", refused)
-    report = beside.kernels("kda", [(1, 1, 40, 8)], seconds=0.01, folder=str(tmp_path))
-    table = report.table()
-    assert not report.failed
-    said = capsys.readouterr().err
-    assert "kernels: kda 1×1×40×8, gentle decays, first call of theirs\n" in said
-    assert "theirs: ValueError: heads of 8 channels" in table.caption
-    assert "same" not in table.caption
-    cells = [[*column.cells] for column in table.columns]
-    assert cells[0] == ["kda, gentle", "  theirs", "  same"]
-    assert cells[2][1] == "–"
-    assert cells[1][2].startswith("±")
-
-
-def test_each_kind_of_decays_has_a_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setattr(peers, "require_for", lambda ops, device, libraries: None)
-    monkeypatch.setattr(peers, "kernel_peers", lambda case: {})
-    options: dict[str, Any] = {"decays": "gentle,bounded", "seconds": 0.01, "folder": str(tmp_path)}
-    report = beside.kernels("delta_rule,linear_channel", [(1, 1, 40, 8)], **options)
-    assert [(row["op"], row["decays"]) for row in report.rows] == [
-        *(("delta_rule", None), ("linear_channel", "gentle"), ("linear_channel", "bounded"))
-    ]
-    assert not report.failed
-
-
 class Theirs(torch.nn.Module):
     """A model with the interface of transformers."""
 
@@ -243,27 +192,6 @@ class Theirs(torch.nn.Module):
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None, **_: Any) -> types.SimpleNamespace:
         logits = self.embed(input_ids)
         return types.SimpleNamespace(loss=logits.square().mean(), logits=logits, past_key_values=None)
-
-
-def test_a_peer_whose_weights_do_not_fit_says_so(monkeypatch: pytest.MonkeyPatch):
-    """The note is DOES_NOT_FIT, for which scripts try fewer sequences."""
-    too_large = unittest.mock.Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory"))
-    tokens = torch.zeros(1, 9, dtype=torch.int64)
-    warm: Any = beside.learner_of(peers.PeerModel("fla theirs", too_large))
-    row, learner = warm(None, {"precision": "32-true"}, None, tokens, None)
-    assert (row, learner) == ({"model": "fla theirs", "note": DOES_NOT_FIT}, None)
-
-
-@pytest.mark.parametrize(
-    ("error", "code"),
-    [(KeyboardInterrupt(), 130), (PermissionError(13, "denied", "runs"), "error: [Errno 13] denied: 'runs'")],
-)
-def test_nothing_but_bugs_has_a_traceback(error: BaseException, code: int | str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sys, "argv", ["beside.py", "kernels", "--ops=window_attention"])
-    monkeypatch.setattr("zoo.performance.kernels.bench_kernels", unittest.mock.Mock(side_effect=error))
-    with pytest.raises(SystemExit) as caught:
-        runpy.run_path(beside.__file__, run_name="__main__")
-    assert caught.value.code == code
 
 
 @pytest.mark.slow

@@ -52,17 +52,6 @@ def row(gpus: int, losses: str, tokens_per_second: object = 100.0) -> speed.Row:
     return cell | {"tokens_per_second": tokens_per_second, "losses": losses, "peak_gib": 4 / gpus, "note": ""}
 
 
-def test_a_cell_that_did_not_end_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    file = tmp_path / "speed.csv"
-    monkeypatch.setattr(speed.mp, "start_processes", lambda work, args, **options: started.append(args[0]))
-    write_csv.write([row(1, "", "") | {"note": speed.UNFINISHED}], file, speed.COLUMNS)
-    for started, lengths in (([], [64]), ([], [64, 128])):
-        speed.context_parallel_speed(lengths=lengths, layouts=["whole"], file=str(file), **OPTIONS)
-        assert [(cell.length, cell.gpus) for cells in started for cell in cells] == [
-            (length, gpus) for length in lengths for gpus in (1, 2) if (length, gpus) != (64, 1)
-        ]
-
-
 def test_two_devices_are_compared_with_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     file = tmp_path / "speed.csv"
     options = OPTIONS | {"lengths": [64], "layouts": ["whole"], "file": str(file)}

@@ -19,7 +19,6 @@ from zoo.train.captured_step import CapturedStep
 
 CPU = torch.device("cpu")
 SMALL = cost.Size(16, 1, 32, (1, 1, 1), 32)
-SETTINGS = cost.Settings("32-true", 16, 2, CPU, None)
 
 
 @pytest.fixture(autouse=True)
@@ -51,49 +50,6 @@ def test_rows_are_appended_and_not_measured_again(tmp_path: Path, capsys: pytest
     assert lines(tmp_path / "cost.csv")[:2] == rows
     assert [row["model"] for row in lines(tmp_path / "cost.csv")[2:]] == ["attention"]
     assert "gla" not in capsys.readouterr().out
-
-
-def test_nothing_is_measured_when_the_time_is_over(tmp_path: Path):
-    cost.main(["--models=[gla]", "--sizes=[60M]", "--device=cpu", "--seconds=0", f"--file={tmp_path}/cost.csv"])
-    assert not (tmp_path / "cost.csv").exists()
-
-
-def meter(*cells: tuple[int, str]) -> cost.Meter:
-    """A meter of the smallest model, without a GPU."""
-    parsed = read(cost.config_of("gla", "60M"))
-    return cost.Meter(build(parsed, "32-true", CPU), cost.Job("gla", "60M", cells), SETTINGS)
-
-
-def test_a_cell_that_does_not_fit(monkeypatch: pytest.MonkeyPatch):
-    """Smaller micro-batches are tried, down to one sequence, and the row says that none fits. Others are measured."""
-    tried, short = [], True
-
-    def warmed(row: dict, learner: TimedLearner, *rest: object, **named: object) -> bool:
-        tried.append(learner.micro_batches)
-        row |= {"note": DOES_NOT_FIT} if short else {}
-        return not short
-
-    monkeypatch.setattr(cost, "warmed", warmed)
-    measuring = meter()
-    row = measuring.row(64, "eager")
-    assert (tried, row["note"], row["micro_batches"]) == ([2, 4], DOES_NOT_FIT, 4)
-    short = False
-    assert measuring.row(32, "eager")["step_ms"] > 0
-
-
-def test_eager_steps_are_left_out_where_the_gpu_is_busy(monkeypatch: pytest.MonkeyPatch):
-    """Captured micro-batches take 1, 2 and 8 ms, eager ones at least 3 ms."""
-    measured = {(16, "captured"): 1.0, (16, "eager"): 3.0, (32, "captured"): 2.0, (32, "eager"): 3.1}
-    measured |= {(64, "captured"): 16.0}
-
-    def steps(self: cost.Meter, tokens: int, micro_batches: int, *, captured: bool) -> dict:
-        return {"micro_batches": micro_batches, "step_ms": measured[tokens, "captured" if captured else "eager"]}
-
-    monkeypatch.setattr(cost.Meter, "_steps", steps)
-    measuring = meter()
-    rows = {cell: measuring.row(*cell) for cell in [*measured, (64, "eager")]}
-    assert {cell: row.get("step_ms") for cell, row in rows.items()} == measured | {(64, "eager"): None}
-    assert rows[64, "eager"]["note"].startswith("not measured; the GPU is busy: a captured micro-batch takes 2.7 times")
 
 
 def test_a_step_in_micro_batches_is_a_step():
@@ -135,18 +91,6 @@ def test_models_have_the_parameters_of_their_size(size: str, monkeypatch: pytest
     for model in cost.MODELS:
         built = build(read(cost.config_of(model, size)), "32-true", torch.device("meta"))
         assert built.num_parameters() == pytest.approx(nominal, rel=0.2 if size == "5M" else 0.04)
-
-
-@pytest.mark.nightly
-def test_several_processes(tmp_path: Path):
-    """A failure becomes a row, and another process measures the remaining cells."""
-    jobs = [cost.Job("gla", "5M", ((64, "eager"), (64, "captured"))), cost.Job("llama", "5M", ((64, "eager"),))]
-    rows = [*cost.spread(jobs, cost.Settings("32-true", 32, 2, CPU, None), [CPU])]
-    assert [(row["model"], row["mode"], "step_ms" in row) for row in rows] == [
-        ("gla", "eager", True),
-        ("gla", "captured", False),  # a CPU has no graphs
-        ("llama", "eager", True),
-    ]
 
 
 @pytest.mark.slow

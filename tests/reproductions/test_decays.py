@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import mixers
-from kernels import UserError
 from reproductions.decay_kinds import SHARES
 from reproductions.decays import Replaced, main, quantiles, replace_decays, steep_chunks
 
@@ -59,12 +58,3 @@ def test_decays_of_a_trained_model_are_recorded(desk: Path):
     row = json.loads(Path("recorded.json").read_text())["hgrn2"]
     assert [len(layer) for layer in row["quantiles"]] == [len(SHARES)] * 2
     assert row["steps"] == 2
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [(["recrod"], "did you mean 'record'"), (["training", "--models=[gdn]"], "models: 'gdn' is not one of")],
-)
-def test_wrong_arguments(arguments: list[str], says: str):
-    with pytest.raises(UserError, match=says):
-        main(arguments)

@@ -1,8 +1,6 @@
 """The script that turns a published Transformer into hybrids: its teacher, students, stages and rows."""
 
 import argparse
-import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,8 +8,6 @@ import torch
 
 import zoo
 from reproductions import linearise
-from reproductions.sweep_rows import Processes
-from reproductions.write_csv import read
 from tests.zoo.saved.grow.subjects import exported
 from zoo.config.overlays import load_config
 from zoo.config.parser import read as parsed
@@ -44,25 +40,6 @@ def test_a_teacher_in_parts_is_joined_and_converted_once(args: argparse.Namespac
     assert linearise.teacher_of(argparse.Namespace(teacher=[teacher])) == teacher
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--teacher", "nope.gguf"], "error: teacher: there is no file nope.gguf"),
-        (["--teacher", ".", "--tokens=-5"], "error: tokens: -5.0 must be above 0 and finite"),
-        (["--teacher", ".", "--table", "notes.md"], "error: file: notes.md is a table without the columns name, "),
-        (["--teacher", ".", "--folder", "notes.md"], "error: [Errno 17] File exists: 'notes.md'"),
-    ],
-)
-def test_mistakes_are_one_sentence(options: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
-    Path("notes.md").write_text("notes")
-    monkeypatch.setattr(sys, "argv", ["linearise.py", *options])
-    with pytest.raises(SystemExit) as caught:
-        linearise.main()
-    assert str(caught.value.code).startswith(said)
-    assert Path("notes.md").read_text() == "notes"
-
-
 def test_stages_divide_the_tokens(args: argparse.Namespace):
     configs = {Path(file).stem: load_config(file) for file in linearise.stages(args)}
     steps = {name: config["trainer"]["max_steps"] for name, config in configs.items()}
@@ -77,17 +54,3 @@ def test_eleven_students_and_layers_without_positions(args: argparse.Namespace, 
         kept = parsed(str(student / "config.yaml"), *overrides).model.stack.init_args.mixers["A"]
         assert kept.class_path.endswith("SoftmaxAttention")
         assert (kept.init_args.qk.map is None) == bool(overrides)
-
-
-def test_jobs_with_rows_are_skipped(args: argparse.Namespace):
-    jobs = linearise.Jobs(args.folder / "table.csv", args)
-    names = ["teacher", "RetNet-7_100M_0"]
-    assert [job for _, job in jobs.left(names)] == names
-    (args.folder / "RetNet-7_100M_0.json").write_text(json.dumps([{"model": "untrained"}, {"model": "trained"}]))
-    (args.folder / names[1] / "next_token").mkdir(parents=True)
-    assert jobs.complete("RetNet-7_100M_0", None, 1, Processes()) == "RetNet-7_100M_0 is complete"
-    assert not (args.folder / names[1]).exists()
-    assert [(row["name"], row["model"]) for row in read(jobs.table)] == [(names[1], "untrained"), (names[1], "trained")]
-    assert [job for _, job in jobs.left(names)] == ["teacher"]
-    args.overrides = []
-    assert [job for _, job in jobs.left(names)] == names

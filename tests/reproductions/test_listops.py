@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from kernels.errors import UserError
 from reproductions.listops import WORDS, ListOps
 from zoo.data import Batch
 
@@ -93,19 +92,3 @@ def test_a_fixed_number_of_lists_is_shuffled_in_each_pass():
 def test_every_list_is_validated_once():
     batches = list(ListOps(**SMALL, validation_samples=10).val_dataloader())
     assert sum(int((batch.labels != -100).sum()) for batch in batches) == 10
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"min_length": 3}, "^data.min_length is 3; it must be at least 4"),
-        ({"max_length": 499}, "^data.max_length is 499; it must be at least 500"),
-        ({"max_depth": 1}, "^data.max_depth is 1; it must be at least 2"),
-        ({"max_args": 1}, "^data.max_args is 1; it must be at least 2"),
-        ({"train_samples": 3}, "^data.train_samples is 3; it must be at least 32"),
-        ({"max_depth": 3, "max_args": 3}, "^data.min_length is 500 and data.max_length 2000; .* hardly ever"),
-    ],
-)
-def test_a_mistake_is_one_sentence(arguments: dict, message: str):
-    with pytest.raises(UserError, match=message):
-        ListOps(**arguments)

@@ -28,17 +28,6 @@ def test_speeds_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "gla" not in capsys.readouterr().out
 
 
-def test_steps_that_do_not_fit_are_halved(monkeypatch: pytest.MonkeyPatch):
-    def bench(config: list[str], batch_size: int, *rest: object, **options: object) -> table.Report:
-        fits = batch_size <= 2
-        row = dict.fromkeys(table.SPEED, 1.0) if fits else {"note": table.DOES_NOT_FIT}
-        return table.Report(Path(), dict.fromkeys(table.SETTINGS, "x"), [row])
-
-    monkeypatch.setattr(table, "bench_training", bench)
-    row = table.speed_of(["gla.yaml"], 8, 16, 1, table.pick_device("cpu"))
-    assert (row["batch_size"], row["tokens_per_second"], row["note"]) == (2, 1.0, None)
-
-
 def test_the_table_has_every_model_of_400m():
     assert {line["model"]: line["overlay"] for line in read(table.MEASURED)} == table.overlays()
 

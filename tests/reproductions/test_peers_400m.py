@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from kernels import UserError
 from reproductions import peers
 from reproductions import peers_400m as table
 from reproductions.mixers_400m import overlays
@@ -32,32 +31,6 @@ def test_speeds_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "gla" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("too_large", ["captured", "peer", "eager"])
-def test_batches_are_halved_unless_only_the_eager_steps_do_not_fit(too_large: str, monkeypatch: pytest.MonkeyPatch):
-    def bench(config: list[str], batch_size: int, *rest: object, **options: object) -> table.Report:
-        names = {"captured": "gla", "peer": "fla gla", "eager": "eager"}
-        rows = [{"model": name} | dict.fromkeys(table.SPEED, 1.0) for name in names.values()]
-        if batch_size > 2:
-            rows[[*names].index(too_large)]["note"] = table.DOES_NOT_FIT
-        return table.Report(Path(), dict.fromkeys(table.SETTINGS, "x"), rows)
-
-    monkeypatch.setattr(table, "bench_training", bench)
-    rows = table.speeds_of(["gla.yaml"], 8, 16, 1, torch.device("cpu"))
-    assert {row["batch_size"] for row in rows} == {8 if too_large == "eager" else 2}
-    assert [bool(row["note"]) for row in rows] == [False, False, too_large == "eager"]
-
-
-def test_a_model_with_wrong_gradients_is_an_error_and_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    row = dict.fromkeys(table.COLUMNS) | {"how": "eager", "length": 16, "note": "gradients are wrong"}
-    monkeypatch.setattr(table, "speeds_of", lambda *_: [dict(row)])
-    options: dict[str, Any] = {"lengths": [16], "device": "cpu", "file": str(tmp_path / "table.csv")}
-    with pytest.raises(UserError, match=r"^gla, 16: gradients are wrong$"):
-        table.peers_400m(["gla"], **options)
-    row |= {"note": None, "tokens_per_second": 5.0}
-    table.peers_400m(["gla"], **options)
-    assert [row["tokens_per_second"] for row in read(tmp_path / "table.csv")] == ["5.0"]
-
-
 @pytest.mark.parity
 @pytest.mark.parametrize("name", table.OF_TRANSFORMERS)
 def test_models_of_transformers_have_the_same_size(name: str):
@@ -66,8 +39,3 @@ def test_models_of_transformers_have_the_same_size(name: str):
     ours = build(parsed([f"{name}.yaml", overlays()[name]]), "32-true", meta)
     theirs = peers.model_of_transformers(table.OF_TRANSFORMERS[name], ours, meta).build()
     assert sum(x.numel() for x in theirs.parameters()) == ours.num_parameters()
-
-
-def test_unknown_models_are_refused():
-    with pytest.raises(UserError, match=r"^models: 'gal' is not one of "):
-        table.peers_400m(["gal"])

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from kernels import UserError
 from reproductions import bench, beside, performance
 from reproductions.write_csv import read
 from tests.command_lines import check_tool
@@ -84,14 +83,6 @@ def test_what_was_measured_is_kept(tmp_path: Path, machine: Machine):
     assert len(read(tmp_path / "performance_kernels.csv")) == len(performance.RECURRENCES)
 
 
-def test_time_that_is_over(tmp_path: Path, machine: Machine):
-    machine.slow = True
-    assert measure(tmp_path, "loss", seconds=1000) == ["loss/vocabulary: stopped, as its time was over"]
-    assert measure(tmp_path, "loss", seconds=0) == ["loss/vocabulary: no time was left"]
-    assert len(machine.ran) == 1
-    assert not (tmp_path / "performance_loss.csv").exists()
-
-
 @pytest.mark.parametrize("tiny", [False, True])
 def test_the_commands_exist(tiny: bool):
     """A test runs the benchmarks themselves; here their options are parsed."""
@@ -106,20 +97,3 @@ def test_the_commands_exist(tiny: bool):
             arguments_of(kinds[rest[0]], rest[1:], "bench", keys)
         else:
             check_tool(["python", script, *rest])
-
-
-def test_mistakes_are_sentences(tmp_path: Path, machine: Machine):
-    (tmp_path / "jobs").mkdir()
-    (tmp_path / "jobs" / "loss-vocabulary.csv").write_text("part,tiny\nloss,False\n")
-    with pytest.raises(UserError, match=r"folder: .* has rows of the full sizes; choose another one"):
-        measure(tmp_path)
-    (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"folder: .*file is a file"):
-        measure(tmp_path / "file")
-    with pytest.raises(
-        UserError, match=r"parts: 'kernels/delta_rul' is not one of .*did you mean 'kernels/delta_rule'"
-    ):
-        measure(tmp_path, "kernels/delta_rul")
-    with pytest.raises(UserError, match=r"device: the sizes of the page need a GPU; try the commands with --tiny=true"):
-        performance.performance(device="cpu", folder=str(tmp_path))
-    assert not machine.ran

@@ -1,15 +1,12 @@
 """Times of recurrences at steep decays."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from kernels import UserError
 from reproductions import steep_decays
 from reproductions.write_csv import read
-from zoo.config.command_line import arguments_of
 
 
 @pytest.fixture(autouse=True)
@@ -39,29 +36,6 @@ def test_log_decays(kind: str):
     assert g.shape == (1, 50, 2, 16)
     assert (g <= 0).all()
     assert (g == -torch.inf).any() == (kind == "inf 5%")
-
-
-def test_decays_are_numbers_or_names(tmp_path: Path):
-    file = tmp_path / "rows.csv"
-    _, options = arguments_of(steep_decays.steep_decays, ["--decays=[-5,inf 5%,-0.05]", "--cases=[fast]"], "rows")
-    steep_decays.steep_decays(**options | {"ops": ["delta_rule"], "device": "cpu", "each": 0.001, "file": str(file)})
-    assert [row["decays"] for row in read(file)] == ["-5", "inf 5%", "-0.05"]
-
-
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        ({"cases": ["slow"]}, r"^cases.*slow"),
-        ({"each": -1.0}, r"^each: -1.0 must be above 0"),
-        ({"file": "measured.csv"}, r"^file: measured.csv exists"),
-    ],
-)
-def test_mistakes_are_one_sentence(wrong: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
-    Path("measured.csv").write_text("measured")
-    with pytest.raises(UserError, match=said):
-        steep_decays.steep_decays(**{"device": "cpu", "seconds": 0.0} | wrong)
-    assert Path("measured.csv").read_text() == "measured"
 
 
 def test_ratios_of_measured_rows_are_to_the_first_row_of_their_case():

@@ -108,19 +108,6 @@ def test_they_are_means_over_the_steps_between_two_rows(tmp_path, monkeypatch):
         assert 0 < row["seconds_data"] < 0.1
 
 
-def test_nothing_is_logged_before_the_device_has_done_a_step(tmp_path, monkeypatch):
-    class Never:
-        def __init__(self, device):
-            pass
-
-        def query(self):
-            return False
-
-    monkeypatch.setattr("reproductions.step_times.mark", Never)
-    trainer(tmp_path, [StepTimes()], max_steps=4).fit(pretraining(), ResumableLoader(40), validation_loader())
-    assert not rows(tmp_path)
-
-
 def test_nothing_else_changes(tmp_path):
     profiler, losses = SimpleProfiler(), []
     for name, callbacks in (("with", [StepTimes(), Throughput()]), ("without", [])):

@@ -142,9 +142,9 @@ def compared(
     return gate
 
 
-def learning(model: LanguageModel, length: int = SLICE) -> dict[str, Tensor]:
+def learning(model: LanguageModel) -> dict[str, Tensor]:
     """Loss and gradients on a few tokens."""
-    loss = mean_loss(model, _tokens(model, 1, length + 1))
+    loss = mean_loss(model, _tokens(model, 1, SLICE + 1))
     loss.backward()
     # on the host, to save GPU memory
     gradients = [p.grad.flatten().float().cpu() for p in model.parameters() if p.grad is not None]

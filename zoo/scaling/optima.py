@@ -67,7 +67,7 @@ def check_ladder(curves: Sequence[Curve]) -> None:
         )
 
 
-def envelope(curves: Sequence[Curve], bins: int = BINS) -> Optima:
+def envelope(curves: Sequence[Curve]) -> Optima:
     """The lowest loss at each amount of compute.
 
     Where the smallest or the largest model that was trained with that compute is the best, a still smaller or larger
@@ -76,7 +76,7 @@ def envelope(curves: Sequence[Curve], bins: int = BINS) -> Optima:
     Raises:
         UserError: Fewer than two sizes are best anywhere between the others.
     """
-    grid = _grid(curves, bins)
+    grid = _grid(curves)
     model_sizes, losses, tokens = ladder(curves, grid)
     reached = np.isfinite(losses)
     several = reached.sum(0) >= 2
@@ -99,7 +99,7 @@ def envelope(curves: Sequence[Curve], bins: int = BINS) -> Optima:
     return Optima(grid[columns], losses[rows, columns], model_sizes[rows], tokens[rows, columns], left_out)
 
 
-def isoflop(curves: Sequence[Curve], budgets: int = BUDGETS) -> Optima:
+def isoflop(curves: Sequence[Curve]) -> Optima:
     """The lowest point of a parabola over log size at each of a few amounts of compute.
 
     These are spread evenly over log compute, from the first to the last that four sizes have got to.
@@ -108,11 +108,11 @@ def isoflop(curves: Sequence[Curve], budgets: int = BUDGETS) -> Optima:
         UserError: No amount of compute has four sizes, or fewer than three parabolas have their lowest point between
             the sizes.
     """
-    everywhere = _grid(curves, BINS)
+    everywhere = _grid(curves)
     enough = everywhere[np.isfinite(ladder(curves, everywhere).losses).sum(0) >= LEAST_SIZES]
     if not len(enough):
         raise UserError(f"it cannot be fitted, because at no amount of compute {LEAST_SIZES} sizes have got there")
-    grid = np.geomspace(enough[0], enough[-1], budgets)
+    grid = np.geomspace(enough[0], enough[-1], BUDGETS)
     model_sizes, losses, tokens = ladder(curves, grid)
     minima, left_out = [], {"fewer than four sizes have got there": 0, "the parabola has no lowest point inside": 0}
     for column, flops in enumerate(grid):
@@ -131,7 +131,7 @@ def isoflop(curves: Sequence[Curve], budgets: int = BUDGETS) -> Optima:
     if len(minima) < LEAST_BUDGETS:
         reasons = "; ".join(f"at {count} {reason}" for reason, count in left_out.items() if count)
         raise UserError(
-            f"it cannot be fitted, because only {len(minima)} of {budgets} IsoFLOP curves have their optimum between "
+            f"it cannot be fitted, because only {len(minima)} of {BUDGETS} IsoFLOP curves have their optimum between "
             f"the sizes that were trained ({reasons})"
         )
     at, lowest_losses, best_sizes, best_tokens = np.array(minima).T
@@ -170,7 +170,7 @@ def offset(optima: Optima) -> Offset | None:
     return Offset(fit_power(x, y), fit_falling_power_with_offset(x, y), (errors[0], errors[1]))
 
 
-def _grid(curves: Sequence[Curve], count: int) -> Numbers:
+def _grid(curves: Sequence[Curve]) -> Numbers:
     """Amounts of compute from the first to the last of all curves."""
     low, high = min(curve.flops[0] for curve in curves), max(curve.flops[-1] for curve in curves)
-    return np.geomspace(low, high, count)
+    return np.geomspace(low, high, BINS)

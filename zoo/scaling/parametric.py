@@ -18,7 +18,7 @@ from zoo.scaling.power import Numbers, PowerLaw
 
 HUBER = 1e-3  # width of the robust loss, in log loss
 EXPONENTS = np.linspace(0.05, 1.5, 30)  # α and β of the grid
-STARTS = 4
+STARTS, POINTS = 4, 40  # of the optimiser; of each curve
 LEAST = 1e-6  # nats: a smaller term is none
 STOP = {"maxiter": 5000, "ftol": 1e-15, "gtol": 1e-9}
 
@@ -68,11 +68,11 @@ class Points(NamedTuple):
     losses: Numbers
 
 
-def points_of(curves: Sequence[Curve], count: int = 40) -> Points:
-    """`count` points of each curve, evenly over log tokens."""
-    at = [np.geomspace(curve.tokens[0], curve.tokens[-1], count) for curve in curves]
+def points_of(curves: Sequence[Curve]) -> Points:
+    """Points of each curve, evenly over log tokens."""
+    at = [np.geomspace(curve.tokens[0], curve.tokens[-1], POINTS) for curve in curves]
     losses = [np.interp(np.log(t), np.log(c.tokens), c.losses) for t, c in zip(at, curves, strict=True)]
-    sizes = np.repeat([float(curve.size) for curve in curves], count)
+    sizes = np.repeat([float(curve.size) for curve in curves], POINTS)
     return Points(sizes, np.concatenate(at), np.concatenate(losses))
 
 

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from kernels.errors import UserError
-from tests.zoo.tiny import At, LossLog, ResumableLoader, press_ctrl_c, pretraining, trainer, validation_loader
+from tests.zoo.tiny import At, Data, LossLog, press_ctrl_c, pretraining, trainer
 from zoo.checkpoints.background import Background, HostSpace, host_copy
 from zoo.checkpoints.format import read_checkpoint
 from zoo.train.callbacks.checkpoints import Checkpoints
@@ -27,7 +27,7 @@ def fit(folder: Path, callbacks=(), in_background: bool = True, max_steps: int =
     L.seed_everything(3, verbose=False)
     kept = Checkpoints(**{**KEPT, **options}, in_background=in_background)
     run = trainer(folder, [*callbacks, log := LossLog()], max_steps, kept, val_check_interval=4)
-    run.fit(pretraining(dropout=0.3), ResumableLoader(40), validation_loader(), ckpt_path=ckpt_path)
+    run.fit(pretraining(dropout=0.3), Data(), ckpt_path=ckpt_path)
     return log.losses
 
 
@@ -196,7 +196,7 @@ def test_what_writes_its_checkpoints_itself(tmp_path):
 
     run = trainer(tmp_path, checkpoints=Checkpoints(in_background=True), strategy=Own("cpu"))
     with pytest.raises(UserError, match="in_background is true, but Own writes its checkpoints itself"):
-        run.fit(pretraining(), ResumableLoader(40), validation_loader())
+        run.fit(pretraining(), Data())
 
 
 def test_a_second_copy_of_a_step_takes_weights_from_the_first():

@@ -130,9 +130,6 @@ ANSWERS = {
     ),
     "fit -config gdn_h2.yaml": "'-config': options start with two dashes, --config",
     "fit gdn_h2.yaml": "'gdn_h2.yaml': an argument without a key; write --config gdn_h2.yaml",
-    "fit --config gdn_h3.yaml": (
-        "config: 'gdn_h3.yaml' is neither a file nor one of configs/; did you mean 'gdn_h1.yaml' or 'gdn_h2.yaml'?"
-    ),
     "fit --config": "--config has no value; options are written --key=value",
     "fit": "model.stack: missing; give a config with a model, such as --config gdn_h2.yaml",
     "fit --config gla.yaml --trainer.max_steps=none": "trainer.max_steps: 'none' is not a whole number",

@@ -1,10 +1,15 @@
 """Batches of data modules as the devices of a run get them, for tests of the order and of resuming."""
 
-from itertools import chain, islice, repeat
+from collections.abc import Iterator
+from itertools import chain, islice, pairwise, repeat
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from zoo.data import Batch
+import pytest
+
+from kernels import UserError
+from zoo.data import Batch, Corpus, Shards
 from zoo.data.resumable import ResumableData
 
 Data = ResumableData
@@ -13,6 +18,22 @@ Data = ResumableData
 def some(data: Data, number: int) -> list[Batch]:
     """The next training batches, over the ends of passes."""
     return list(islice(chain.from_iterable(repeat(data.train_dataloader())), number))
+
+
+def documents(shards: Shards) -> Iterator[list[int]]:
+    """The tokens of each document."""
+    for start, stop in pairwise([*shards.document_starts.tolist(), len(shards)]):
+        yield shards.read(start, stop).tolist()
+
+
+def error_of(path: Path | str | list[str], text_field: str = "text") -> str:
+    """The sentence about a corpus that cannot be read."""
+    with pytest.raises(UserError) as caught:
+        list(Corpus(path if isinstance(path, list) else str(path), text_field))
+    message = str(caught.value)
+    assert message.startswith(("data.path: ", "data.path is", "data.path="))
+    assert "\n" not in message
+    return message
 
 
 def samples_of(batch: Batch) -> list[tuple[list[Any], list[int]]]:

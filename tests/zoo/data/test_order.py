@@ -1,27 +1,17 @@
 from fractions import Fraction
-from itertools import chain, islice, repeat
+from itertools import islice
 
 import numpy as np
 import pytest
 import torch
 
-from zoo.data import Batch, Corpus, Shards, TrainLoader, ValidationLoader, Windows, prepare, train_tokenizer
+from zoo.data import Corpus, Shards, Tokenizer, TrainLoader, ValidationLoader, Windows, prepare
 from zoo.data.order import interleaved, shuffled, whole_weights
 
 
 @pytest.fixture
-def windows(text_folder: str) -> Windows:
-    corpus = Corpus(text_folder)
-    return Windows(Shards(prepare(corpus, train_tokenizer(corpus, 300), 0.2, 1), "train"), 32, "documents")
-
-
-def same(a: Batch, b: Batch) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
-def some(loader: TrainLoader, number: int) -> list[Batch]:
-    """The next batches, over the ends of passes."""
-    return list(islice(chain.from_iterable(repeat(loader)), number))
+def windows(text_folder: str, tokenizer: Tokenizer) -> Windows:
+    return Windows(Shards(prepare(Corpus(text_folder), tokenizer, 0.2, 1), "train"), 32, "documents")
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 16, 17, 1000, 4096])
@@ -53,7 +43,7 @@ FROZEN = [4, 5, 0, 1, 9, 7, 2, 3, 6, 8, 7, 8]
 
 def test_random_state_is_left_alone(windows: Windows):
     before = torch.get_rng_state()
-    some(TrainLoader(windows, 8), 3)
+    list(islice(TrainLoader(windows, 8), 3))
     list(ValidationLoader(windows, 8))
     assert torch.equal(before, torch.get_rng_state())
 

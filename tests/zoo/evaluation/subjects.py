@@ -1,10 +1,13 @@
-"""Models that need no training: one that can read, and one that cannot."""
+"""Models that need no training, one that can read and one that cannot, and what a model says of a continuation."""
 
 import random
 import re
 from collections.abc import Sequence
 
+import torch
+
 from zoo.data import Tokenizer
+from zoo.lm import LanguageModel
 
 _VALUE = r"([0-9a-f]{8}-[0-9a-f-]{27}|\d+)"
 _KEY = re.compile(r"special magic \w+ for ([a-z]+-[a-z]+)")
@@ -72,3 +75,11 @@ class Guesser(Reader):
     def answer(self, prompt: str) -> str:
         """A random number."""
         return str(random.Random(prompt).randrange(10**6, 10**7))
+
+
+@torch.no_grad()
+def direct(model: LanguageModel, context: list[int], continuation: list[int]) -> tuple[float, bool]:
+    """The log-likelihood of a continuation, and whether it is the likeliest, from one call on all tokens."""
+    logits, labels = model(torch.tensor([context + continuation]))[0], torch.tensor(continuation)
+    actual = logits[0, len(context) - 1 : -1].double().log_softmax(-1)
+    return actual.gather(-1, labels[:, None]).sum().item(), bool((actual.argmax(-1) == labels).all())

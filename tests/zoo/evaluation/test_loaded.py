@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mixers import GatedDeltaNet, SlidingWindowAttention
+from tests.zoo.evaluation.subjects import direct
 from tests.zoo.tiny import ByteTokenizer
 from zoo.data import NO_LOSS, Batch
 from zoo.evaluation.loaded import LoadedModel
@@ -29,13 +30,6 @@ def model() -> LanguageModel:
 
 def tokens(length: int, seed: int = 0) -> list[int]:
     return torch.randint(256, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-def direct(model: LanguageModel, context: list[int], continuation: list[int]) -> tuple[float, bool]:
-    with torch.no_grad():
-        logits = model(torch.tensor([context + continuation]))[0][0, len(context) - 1 : -1].log_softmax(-1)
-    labels = torch.tensor(continuation)
-    return logits.gather(-1, labels[:, None]).sum().item(), bool((logits.argmax(-1) == labels).all())
 
 
 @pytest.mark.slow

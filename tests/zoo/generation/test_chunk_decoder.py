@@ -1,7 +1,5 @@
 """Decoding in deterministic mode: the logits and log-probabilities that training computes, to the bit."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -15,18 +13,10 @@ from zoo.lm.model import LanguageModel
 from zoo.lm.stack import Uniform
 
 pytest_plugins = "tests.zoo.generation.pretended"
+pytestmark = pytest.mark.usefixtures("highest")
 
 LENGTHS = (3, 63, 64, 70)
 NEW = 4
-
-
-@pytest.fixture(autouse=True)
-def highest() -> Iterator[None]:
-    """The mode needs PyTorch's default precision on a processor, which runs of other tests change."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    yield
-    torch.set_float32_matmul_precision(before)
 
 
 def model(name: str, device: str = "cpu", hidden_size: int = 32) -> LanguageModel:

@@ -116,9 +116,8 @@ def test_a_model_that_diverged_says_so(command: Command, desk: Path):
     weights = tensors()
     weights["model.norm.weight"] = weights["model.norm.weight"] * torch.nan
     write(desk / "theirs", weights)
-    done = command("generate", "--checkpoint=theirs", "--prompt=hello").refused()
-    assert done.err.count("\n") == 1
-    assert "generation ended at token 1: the model's logits are NaN" in done.err
+    said = command("generate", "--checkpoint=theirs", "--prompt=hello").sentence()
+    assert "generation ended at token 1: the model's logits are NaN" in said
     with pytest.raises(UserError, match="logits are NaN"):
         zoo.generate("theirs", "hello")
 

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import mixers
 import zoo
 from kernels import UserError
-from mixers import GatedDeltaNet, Site, TokenMixer
+from mixers import Site, TokenMixer
 from mixers.base import dense_flops
 from zoo.lm.stack import Uniform
 from zoo.train.metrics import token_losses
@@ -257,11 +257,6 @@ def test_without_mixers_a_token_is_all_that_is_seen(model: zoo.LanguageModel, to
     with pytest.raises(ZeroDivisionError), model.without_mixers():
         _ = 1 / 0
     torch.testing.assert_close(model(tokens)[0], usual)  # given back, whatever happened
-
-
-def test_a_model_without_tokenizer_needs_a_number():
-    with pytest.raises(UserError, match=r"vocab_size: null .* needs a number"):
-        zoo.LanguageModel(Uniform(GatedDeltaNet))
 
 
 # "Scaling up the State Size of RNN LLMs", tables 3 and 4: (config, size, E) → parameters, elements of the state; as

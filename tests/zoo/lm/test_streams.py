@@ -1,6 +1,5 @@
 """Streams between layers and states of channel mixers in a language model: RWKV-7 has both."""
 
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -165,15 +164,6 @@ def test_a_decoded_step_fits_into_its_state():
     decoder = Decoder(lm, state)
     decoder(tokens()[:, 0])
     assert fits(state, decoder.state)
-
-
-@pytest.fixture
-def highest() -> Iterator[None]:
-    """Deterministic mode needs PyTorch's default precision on a processor, which runs of other tests change."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    yield
-    torch.set_float32_matmul_precision(before)
 
 
 @torch.no_grad()

@@ -159,7 +159,6 @@ def test_a_full_disk(few_mixers: None, monkeypatch: pytest.MonkeyPatch, tmp_path
         (["--output=."], "output: . is a folder; name a file, such as doctor.json"),
         (["--output=thesis.md"], "output: thesis.md exists and is not a record of the doctor"),
         (["--output=thesis.json"], "output: thesis.json exists and is not a record of the doctor"),
-        (["--outptu=a.json"], "did you mean 'output'"),
     ],
 )
 def test_mistakes(command, arguments: list[str], expected: str, desk: Path):

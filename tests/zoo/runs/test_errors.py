@@ -14,7 +14,6 @@ from zoo.runs.errors import FirstBatch, errors_explained, quiet
     ("error", "expected"),
     [
         (MisconfigurationException("You set `x`\nand y."), "trainer: You set `x` and y."),
-        (RuntimeError("Early stopping conditioned on metric `a`"), "trainer: Early stopping conditioned on metric `a`"),
         (UserError("a mistake"), "a mistake"),
     ],
 )

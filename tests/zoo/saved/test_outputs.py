@@ -49,10 +49,9 @@ def test_what_is_there_is_replaced_only_by_request(command: Command, sources: Pa
     arguments = (verb.split()[0], *VERBS[verb], "--output=new")
     assert command(*arguments).code == 0
     before = files(sources)
-    done = command(*arguments).refused()
-    assert done.err.count("\n") == 1
-    assert "exists already and is a" in done.err
-    assert "choose another, or replace it by --overwrite" in done.err
+    said = command(*arguments).sentence()
+    assert "exists already and is a" in said
+    assert "choose another, or replace it by --overwrite" in said
     assert files(sources) == before
     (sources / "new" / "notes.txt").write_text("mine")
     (sources / "new" / "model-00001-of-00002.safetensors").write_text("of an earlier model, in two files")

@@ -14,7 +14,7 @@ from torch import Tensor
 import cli
 from kernels import UserError
 from mixers import ContextParallel, Site, TokenMixer
-from tests.commands import FIT, Command, sitting_at, start
+from tests.commands import FIT, Command, run_process, sitting_at
 from tests.zoo.tiny import pretraining, trainer
 from zoo import LanguageModel
 from zoo.data import TextData
@@ -33,9 +33,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Path
     with sitting_at(folder, shared_cache):
         pass  # writes tiny.yaml
     options = (*SHARED, "--activation_checkpointing=1")
-    process = start(folder, shared_cache, *FIT, "--run", "shared", *options, OMP_NUM_THREADS="1", ZOO_RUN="")
-    _, err = process.communicate(timeout=240)
-    assert process.returncode == 0, err
+    run_process(folder, shared_cache, *FIT, "--run", "shared", *options).ok()
     return folder / "runs/shared"
 
 
@@ -89,9 +87,7 @@ def test_packed_documents_train_as_in_one(strategy: str, packed: Path, shared_ca
     with sitting_at(packed, shared_cache):
         assert cli.run([*FIT, *PACKED, *accumulated, "--run", f"one {strategy}"]) == 0
         command = (*FIT, *PACKED, *SHARED, *options, "--run", f"two {strategy}")
-        process = start(packed, shared_cache, *command, OMP_NUM_THREADS="1", ZOO_RUN="")
-        _, err = process.communicate(timeout=240)
-    assert process.returncode == 0, err
+        run_process(packed, shared_cache, *command).ok()
     one, two = (packed / "runs" / f"{number} {strategy}" for number in ("one", "two"))
     names = ("train_loss", "gradient_norm", "tokens")
     for step, expected in zip(numbers(two, *names), numbers(one, *names), strict=True):

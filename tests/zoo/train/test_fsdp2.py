@@ -12,7 +12,7 @@ import torch
 
 import cli
 import zoo
-from tests.commands import FIT, sitting_at, start
+from tests.commands import FIT, run_process, sitting_at
 from zoo.train.metrics_file import read_metrics
 
 pytestmark = pytest.mark.slow
@@ -29,9 +29,7 @@ STRATEGIES = {
 
 
 def run(folder: Path, cache: Path, *arguments: str) -> None:
-    process = start(folder, cache, *arguments, OMP_NUM_THREADS="1", ZOO_RUN="")
-    _, error = process.communicate(timeout=300)
-    assert process.returncode == 0, error
+    run_process(folder, cache, *arguments, timeout=300).ok()
 
 
 def losses(run: Path) -> list[float]:

@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from kernels.errors import UserError
-from tests.zoo.tiny import ResumableLoader, TinyModel, pretraining, trainer, validation_loader
+from tests.zoo.tiny import Data, ResumableLoader, TinyModel, pretraining, trainer, validation_loader
 from zoo.train.optim import Optimisation, build_schedule, clip, freeze_others, parameter_groups, total_norm
 
 
@@ -160,7 +160,7 @@ def test_a_schedule_of_a_class_starts_at_its_beginning():
 
 
 def test_a_warmup_longer_than_the_run(tmp_path, caplog):
-    trainer(tmp_path).fit(pretraining(warmup_steps=50), ResumableLoader(40), validation_loader())
+    trainer(tmp_path).fit(pretraining(warmup_steps=50), Data())
     assert "the run ends within its warm-up (12 of 50 steps)" in caplog.text
 
 
@@ -180,7 +180,7 @@ def test_a_part_of_a_run_without_a_length(tmp_path):
 
 def test_clipping_belongs_to_optim(tmp_path):
     with pytest.raises(UserError, match=r"set optim\.gradient_clip instead"):
-        trainer(tmp_path, gradient_clip_val=1.0).fit(pretraining(), ResumableLoader(40), validation_loader())
+        trainer(tmp_path, gradient_clip_val=1.0).fit(pretraining(), Data())
 
 
 def test_the_gradient_is_clipped_to_its_norm(tmp_path):
@@ -194,7 +194,7 @@ def test_the_gradient_is_clipped_to_its_norm(tmp_path):
                 self.after.append(nn.utils.get_total_norm(grads).item())
 
     run = trainer(tmp_path, [norms := Norms()], max_steps=3)
-    run.fit(pretraining(gradient_clip=1e-3), ResumableLoader(40), validation_loader())
+    run.fit(pretraining(gradient_clip=1e-3), Data())
     assert max(norms.after) <= 1.01e-3
     assert run.logged_metrics["gradient_norm"] > 1e-2  # the logged norm is the one before
 
@@ -203,7 +203,7 @@ def test_the_gradient_is_clipped_to_its_norm(tmp_path):
 @pytest.mark.parametrize("form", ["checkpoint", "run folder", "state dict", "safetensors"])
 def test_warm_start_takes_the_weights_and_nothing_else(tmp_path, form):
     first = trainer(tmp_path / "first")
-    first.fit(teacher := pretraining(), ResumableLoader(40), validation_loader())
+    first.fit(teacher := pretraining(), Data())
     weights = teacher.model.state_dict()
     path = {
         "checkpoint": tmp_path / "first" / "checkpoints" / "last.ckpt",
@@ -222,7 +222,7 @@ def test_warm_start_takes_the_weights_and_nothing_else(tmp_path, form):
             self.state, self.step = dict(trainer.optimizers[0].state), trainer.global_step
 
     second = trainer(tmp_path / "second", [start := Start()], max_steps=2)
-    second.fit(pretraining(initial_weights=str(path)), ResumableLoader(40), validation_loader())
+    second.fit(pretraining(initial_weights=str(path)), Data())
     assert all(torch.equal(start.weights[name], weights[name]) for name in weights)
     assert not start.state
     assert start.step == 0

@@ -30,16 +30,9 @@ def test_offload():
     assert not zero["zero_force_ds_cpu_optimizer"]  # the optimiser is the one of `optim`
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ({"stage": 2, "offload_parameters": "cpu"}, "offload_parameters needs stage 3"),
-        ({"stage": 1, "offload_optimizer": "nvme"}, "only stage 3 offloads to nvme"),
-    ],
-)
-def test_contradictions(arguments, said):
-    with pytest.raises(UserError, match=said):
-        Zero(**arguments)
+def test_contradictions():
+    with pytest.raises(UserError, match="only stage 3 offloads to nvme"):
+        Zero(stage=1, offload_optimizer="nvme")
 
 
 def test_precisions():

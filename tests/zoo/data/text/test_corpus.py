@@ -11,15 +11,10 @@ import pytest
 from pyarrow import parquet
 
 from kernels.errors import UserError
+from tests.zoo.data.contract import error_of
 from zoo.data import Corpus, Shards, prepare, train_tokenizer
 from zoo.data.text.files import content_digest
 from zoo.files.hashing import file_digest as digest
-
-
-def error_of(path: str | list[str], text_field: str = "text") -> str:
-    with pytest.raises(UserError) as caught:
-        list(Corpus(path, text_field))
-    return str(caught.value)
 
 
 def test_embedded_is_the_same_each_time_and_as_long_as_asked():
@@ -65,18 +60,16 @@ def test_the_signature_follows_the_content(tmp_path: Path, large: bool, monkeypa
 def test_text_field(tmp_path: Path):
     (tmp_path / "a.jsonl").write_text('{"body": "x"}')
     assert list(Corpus(str(tmp_path), "body")) == ["x"]
-    message = error_of(str(tmp_path))
+    message = error_of(tmp_path)
     assert "a.jsonl, line 1, has no field 'text' (data.text_field); it has: 'body'." in message
 
 
 def test_missing_file_names_the_near_one(tmp_path: Path):
     (tmp_path / "stories.txt").write_text("x")
-    message = error_of(str(tmp_path / "storys.txt"))
+    message = error_of(tmp_path / "storys.txt")
     assert "storys.txt does not exist; did you mean" in message
     assert message.endswith("stories.txt?")
-    assert error_of(str(tmp_path / "far" / "away")).endswith(
-        "away does not exist; put text there, or give another path."
-    )
+    assert error_of(tmp_path / "far" / "away").endswith("away does not exist; put text there, or give another path.")
 
 
 @pytest.mark.parametrize(
@@ -103,7 +96,7 @@ def test_missing_file_names_the_near_one(tmp_path: Path):
 )
 def test_unusable_file(tmp_path: Path, name: str, content: bytes, expected: str):
     (tmp_path / name).write_bytes(content)
-    message = error_of(str(tmp_path / name))
+    message = error_of(tmp_path / name)
     assert expected in message
     assert "\n" not in message
 
@@ -111,14 +104,14 @@ def test_unusable_file(tmp_path: Path, name: str, content: bytes, expected: str)
 def test_parquet_without_the_column_or_a_value(tmp_path: Path):
     file = tmp_path / "a.parquet"
     parquet.write_table(pyarrow.table({"body": ["x", None]}), file)
-    assert "a.parquet has no column 'text' (data.text_field); it has: 'body'." in error_of(str(file))
-    assert "a.parquet, row 2, has NoneType in the field 'body'" in error_of(str(file), "body")
+    assert "a.parquet has no column 'text' (data.text_field); it has: 'body'." in error_of(file)
+    assert "a.parquet, row 2, has NoneType in the field 'body'" in error_of(file, "body")
 
 
 def test_nothing_to_read(tmp_path: Path):
-    assert "has no supported files (.txt, .md, " in error_of(str(tmp_path))
+    assert "has no supported files (.txt, .md, " in error_of(tmp_path)
     (tmp_path / "a.py").write_text("x")
-    assert error_of(str(tmp_path)).endswith("; it has 1 .py.")
+    assert error_of(tmp_path).endswith("; it has 1 .py.")
     assert "data.path is an empty list" in error_of([])
     with pytest.raises(UserError, match=r"data\.max_characters is 0; it must be at least 1"):
         list(Corpus(max_characters=0))
@@ -131,7 +124,7 @@ def test_source_code_is_text(tmp_path: Path):
     assert list(Corpus(str(tmp_path), suffixes=["code"])) == ["a.py", "b.rs", "c.txt", "d.PY"]
     assert list(Corpus(str(tmp_path), suffixes=["code", ".so"])) == ["a.py", "b.rs", "c.txt", "d.PY", "e.so"]
     assert list(Corpus([str(tmp_path / "b.rs"), str(tmp_path / "a.py")])) == ["b.rs", "a.py"]
-    assert "e.so has the suffix '.so'" in error_of(str(tmp_path / "e.so"))
+    assert "e.so has the suffix '.so'" in error_of(tmp_path / "e.so")
     assert Corpus(str(tmp_path), suffixes=[".py"]).signature() != Corpus(str(tmp_path)).signature()
     with pytest.raises(UserError, match=r"^data.suffixes: 'py' must start with a dot and .* as .py, or be 'code'$"):
         list(Corpus(str(tmp_path), suffixes=["py"]))
@@ -143,16 +136,16 @@ def test_fields_inside_fields(tmp_path: Path):
     file.write_text("\n".join(map(json.dumps, records)))
     assert list(Corpus(str(file), "a.b.c")) == ["one", "two", "three"]
     file.write_text(json.dumps({"a": {"b": {"d": 1, "e": 2}}}))
-    assert "line 1, has no field 'a.b.c' (data.text_field); 'a.b' has: 'd', 'e'." in error_of(str(file), "a.b.c")
+    assert "line 1, has no field 'a.b.c' (data.text_field); 'a.b' has: 'd', 'e'." in error_of(file, "a.b.c")
     assert "line 1, has no field 'a.b.d.e' (data.text_field); 'a.b.d' is of type int, not an object." in error_of(
         str(file), "a.b.d.e"
     )
-    assert "line 1, has dict in the field 'a.b'; a string is needed" in error_of(str(file), "a.b")
+    assert "line 1, has dict in the field 'a.b'; a string is needed" in error_of(file, "a.b")
     for table in ({"a": [{"b": "x", "d": 1}, {"b": "y", "d": 2}]}, {"a.b": ["x", "y"], "a": [1, 2]}):
         parquet.write_table(pyarrow.table(table), tmp_path / "a.parquet")
         assert list(Corpus(str(tmp_path / "a.parquet"), "a.b")) == ["x", "y"]
     parquet.write_table(pyarrow.table({"a": [{"d": 1}]}), tmp_path / "a.parquet")
-    assert "row 1, has no field 'a.b' (data.text_field); 'a' has: 'd'." in error_of(str(tmp_path / "a.parquet"), "a.b")
+    assert "row 1, has no field 'a.b' (data.text_field); 'a' has: 'd'." in error_of(tmp_path / "a.parquet", "a.b")
 
 
 @pytest.mark.slow
@@ -226,5 +219,5 @@ def test_a_parquet_column_that_is_not_text(tmp_path: Path):
 
 def test_a_folder_of_save_to_disk_has_a_hint(tmp_path: Path):
     (tmp_path / "data-00000-of-00001.arrow").touch()
-    said = error_of(str(tmp_path))
+    said = error_of(tmp_path)
     assert "it has 1 .arrow, as `save_to_disk` of datasets writes it; write Parquet instead" in said

@@ -26,11 +26,6 @@ def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.fsync", lambda descriptor: None)  # no power cut is among the damages
 
 
-@pytest.fixture
-def tokenizer(text_folder: str) -> Tokenizer:
-    return train_tokenizer(Corpus(text_folder), 300)
-
-
 def damages(whole: bytes, draw: random.Random, rounds: int = 15) -> Iterator[bytes]:
     """Of a file: empty, cut, longer, other bits, other bytes; of JSON also without a key, and with other values."""
     yield b""

@@ -7,16 +7,9 @@ import pytest
 from pyarrow import parquet
 
 from kernels.errors import UserError
+from tests.zoo.data.contract import error_of
 from zoo.data import Corpus, MixedText, Source
 from zoo.data.text.files import zstd
-
-
-def error_of(path: str) -> str:
-    with pytest.raises(UserError) as caught:
-        list(Corpus(path))
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
 
 
 @pytest.fixture
@@ -71,7 +64,7 @@ def test_what_is_skipped_is_named_in_one_line(all_kinds: Path, caplog: pytest.Lo
 
 def test_a_link_to_nothing(tmp_path: Path):
     (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere.txt")
-    assert "gone.txt cannot be read (No such file or directory)" in error_of(str(tmp_path))
+    assert "gone.txt cannot be read (No such file or directory)" in error_of(tmp_path)
 
 
 def test_an_error_names_the_source(tmp_path: Path):

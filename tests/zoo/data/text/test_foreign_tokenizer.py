@@ -78,10 +78,9 @@ def test_a_tokenizer_is_refused_in_one_sentence(command: Command, desk: Path, ca
     if case == "Metaspace first":
         arguments = (*arguments, "--data.eos_token=!")
     start = time.process_time()
-    done = command(*arguments)
-    assert (done.code, done.err.count("\n")) == (2, 1), done.err
-    assert "tokenizer.json" in done.err
-    assert sentence in done.err
+    said = command(*arguments).sentence()
+    assert "tokenizer.json" in said
+    assert sentence in said
     assert time.process_time() - start < 5
 
 

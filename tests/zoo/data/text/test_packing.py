@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 
 from kernels.errors import UserError
-from zoo.data import NO_LOSS, Corpus, Shards, Windows, prepare, train_tokenizer
+from tests.zoo.data.contract import documents
+from zoo.data import NO_LOSS, Corpus, Shards, Tokenizer, Windows, prepare
 from zoo.data.text.packing import samples_of
 
 
 @pytest.fixture
-def shards(text_folder: str) -> Shards:
-    corpus = Corpus(text_folder)
-    return Shards(prepare(corpus, train_tokenizer(corpus, 300), 0.2, 1), "train")
+def shards(text_folder: str, tokenizer: Tokenizer) -> Shards:
+    return Shards(prepare(Corpus(text_folder), tokenizer, 0.2, 1), "train")
 
 
 @pytest.mark.parametrize("length", [1, 7, 64])
@@ -52,15 +52,10 @@ def test_too_short(shards: Shards):
     assert len(Windows(shards, n - 1)) == 1
     with pytest.raises(UserError, match=rf"data\.sequence_length is {n}, but the train split has {n} tokens"):
         Windows(shards, n)
-    with pytest.raises(
-        UserError, match=r"data\.packing is 'docs'; it must be one of windows, documents, whole_documents"
-    ):
-        Windows(shards, 4, "docs")
 
 
 def test_whole_documents_are_never_cut(shards: Shards, caplog: pytest.LogCaptureFixture):
-    bounds = [*shards.document_starts.tolist(), len(shards)]
-    whole = [shards.read(start, end).tolist() for start, end in pairwise(bounds)]
+    whole = [*documents(shards)]
     length = sorted(map(len, whole))[-2]  # all but the longest fit
     fitting = [document for document in whole if len(document) <= length]
     rows = samples_of(shards, length, "whole_documents")

@@ -17,7 +17,7 @@ import torch
 import cli
 from kernels.errors import UserError
 from tests.forked_python import forked_python
-from zoo.data import Corpus, Shards, TextData, Tokenizer, prepare, train_tokenizer
+from zoo.data import Corpus, Shards, TextData, Tokenizer, prepare
 from zoo.data.text.place import Place
 
 FEW = 500  # tokens of a file
@@ -35,11 +35,6 @@ def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
 def where(request: pytest.FixtureRequest, tmp_path: Path) -> str | None:
     """Where the shards are to lie."""
     return {"cache": None, "folder": str(tmp_path / "own"), "URL": f"file://{tmp_path}/bucket/tokens/"}[request.param]
-
-
-@pytest.fixture
-def tokenizer(text_folder: str) -> Tokenizer:
-    return train_tokenizer(Corpus(text_folder), 300)
 
 
 def content(folder: Path | str) -> dict[str, bytes]:

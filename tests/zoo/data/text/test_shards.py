@@ -1,8 +1,6 @@
 import json
 import pickle
 import subprocess
-from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -10,14 +8,9 @@ import pytest
 
 from kernels.errors import UserError
 from tests.forked_python import forked_python
+from tests.zoo.data.contract import documents
 from zoo.data import Corpus, Shards, Tokenizer, prepare, train_tokenizer
 from zoo.files.sealed_json import read_sealed, write_sealed
-
-
-def documents(shards: Shards) -> Iterator[list[int]]:
-    bounds = [*shards.document_starts.tolist(), len(shards)]
-    for start, stop in pairwise(bounds):
-        yield shards.read(start, stop).tolist()
 
 
 def texts(shards: Shards, tokenizer: Tokenizer) -> list[str]:

@@ -1,8 +1,6 @@
 """The tokens that end and start documents: chosen in a config, and known again wherever the tokenizer is loaded."""
 
-import itertools
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,7 +9,8 @@ import tokenizers
 import zoo
 from kernels.errors import UserError
 from tests.commands import FIT, Command
-from zoo.data import Corpus, MixedText, Shards, Source, TextData, Tokenizer, train_tokenizer
+from tests.zoo.data.contract import documents
+from zoo.data import Corpus, MixedText, Source, TextData, Tokenizer, train_tokenizer
 
 
 @pytest.fixture
@@ -22,11 +21,6 @@ def file(tmp_path: Path) -> str:
     library.add_special_tokens(["<|im_start|>", "<|im_end|>"])
     library.save(str(tmp_path / "chat.json"))
     return str(tmp_path / "chat.json")
-
-
-def documents(shards: Shards) -> Iterator[list[int]]:
-    for start, stop in itertools.pairwise([*shards.document_starts.tolist(), len(shards)]):
-        yield shards.read(start, stop).tolist()
 
 
 def test_what_is_chosen_is_known_again(file: str, tmp_path: Path):

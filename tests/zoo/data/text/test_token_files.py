@@ -2,7 +2,7 @@
 
 import struct
 from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +10,7 @@ import pytest
 import tokenizers
 
 from kernels.errors import UserError
+from tests.zoo.data.contract import documents, error_of
 from zoo.data import Corpus, MixedText, Shards, Source, TextData, Tokenizer, prepare
 from zoo.data.text.documents import Tokens
 
@@ -89,15 +90,6 @@ def read(path: Path) -> list[list[int]]:
     return [document.ids.tolist() for document in documents if isinstance(document, Tokens)]
 
 
-def error_of(path: Path) -> str:
-    with pytest.raises(UserError) as error:
-        list(Corpus(str(path)))
-    message = str(error.value)
-    assert message.startswith("data.path: ")
-    assert "\n" not in message
-    return message
-
-
 @pytest.mark.parametrize("write", WRITERS)
 def test_documents_are_read_as_they_were_written(folder: Path, write: Writer):
     documents = some_documents()
@@ -109,18 +101,14 @@ def test_documents_are_read_as_they_were_written(folder: Path, write: Writer):
 
 @pytest.mark.parametrize("write", [megatron, datatrove])
 def test_shards_have_the_documents_each_with_its_end(folder: Path, tokenizer: str, write: Writer):
-    documents = some_documents()
-    documents[3] = [5, 6, EOS]  # as some programs end documents; it is not ended twice
-    documents[5] = [EOS, 4, EOS, 4]
-    write(folder, documents)
+    written = some_documents()
+    written[3] = [5, 6, EOS]  # as some programs end documents; it is not ended twice
+    written[5] = [EOS, 4, EOS, 4]
+    write(folder, written)
     prepared = prepare(Corpus(str(folder)), Tokenizer.from_file(tokenizer), 0.2, workers=1)
-    sides = []
-    for split in ("train", "validation"):
-        shards = Shards(prepared, split)
-        bounds = [*shards.document_starts.tolist(), len(shards)]
-        sides.append([shards.read(start, end).tolist() for start, end in pairwise(bounds)])
+    sides = [[*documents(Shards(prepared, split))] for split in ("train", "validation")]
     assert min(map(len, sides)) > 0
-    assert sorted(sides[0] + sides[1]) == sorted([*d, EOS] if d[-1] != EOS else d for d in documents)
+    assert sorted(sides[0] + sides[1]) == sorted([*d, EOS] if d[-1] != EOS else d for d in written)
 
 
 def test_a_start_token_is_added_once(folder: Path, tokenizer: str):

@@ -8,10 +8,10 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
 
 from kernels import UserError
 from tests.zoo.evaluation.lm_eval.conftest import TEXTS, Answering
+from tests.zoo.evaluation.subjects import direct
 from zoo.evaluation.lm_eval.task import lm_eval_task
 from zoo.evaluation.loaded import LoadedModel
 from zoo.evaluation.task import Options
@@ -35,15 +35,6 @@ def instances(kind: str, *arguments: tuple) -> list:
     return [Instance(request_type=kind, doc={}, arguments=args, idx=0) for args in arguments]
 
 
-def direct(subject: LoadedModel, context: list[int], continuation: list[int]) -> tuple[float, bool]:
-    """From one call of the model on all tokens."""
-    with torch.no_grad():
-        logits, _ = subject.model(torch.tensor([context + continuation]))
-    labels = torch.tensor(continuation)
-    actual = logits[0, len(context) - 1 : -1].double().log_softmax(-1)
-    return actual.gather(-1, labels[:, None]).sum().item(), bool((actual.argmax(-1) == labels).all())
-
-
 def test_log_likelihoods_are_the_models(subject: LoadedModel, subject_lm: Any) -> None:
     encode, eos = subject.tokenizer.encode, subject.tokenizer.eos_id
     pairs = [("Open a jar", " Turn"), (LONG, " and then some"), ("", "Turn it"), ("Open a ", "jar"), (" ", "jar")]
@@ -51,7 +42,7 @@ def test_log_likelihoods_are_the_models(subject: LoadedModel, subject_lm: Any) -
     for (context, continuation), answer in zip(pairs, actual, strict=True):
         whole, start = encode(context + continuation), encode(context.rstrip(" ")) or [eos]
         rest = whole if start == [eos] else whole[len(start) :]
-        expected = direct(subject, start, rest)
+        expected = direct(subject.model, start, rest)
         assert answer == (pytest.approx(expected[0], abs=1e-4), expected[1])
     assert len(encode(LONG)) > 5 * subject.context_length
 
@@ -68,7 +59,7 @@ def test_tasks_over_local_files_give_the_models_numbers(subject: LoadedModel, da
         context, last = text.rsplit(" ", 1)
         tokens, start = encode(text), len(encode(context))
         assert encode(f"{context} {last}") == tokens
-        scores.append(direct(subject, tokens[:start], tokens[start:]))
+        scores.append(direct(subject.model, tokens[:start], tokens[start:]))
     task = lm_eval_task("lambada_openai")(Options(data=str(folder)))
     (cell,) = task.cells(subject)
     rows = {row["metric"]: row for row in task.run(subject, cell)}
@@ -80,7 +71,7 @@ def test_tasks_over_local_files_give_the_models_numbers(subject: LoadedModel, da
         context, choices = f"Question: {doc['goal']}\nAnswer:", [doc["sol1"], doc["sol2"]]
         start = len(encode(context))
         whole = [encode(f"{context} {choice}") for choice in choices]
-        actual = [direct(subject, tokens[:start], tokens[start:])[0] for tokens in whole]
+        actual = [direct(subject.model, tokens[:start], tokens[start:])[0] for tokens in whole]
         right["acc"] += actual.index(max(actual)) == doc["label"]
         by_length = [score / len(choice) for score, choice in zip(actual, choices, strict=True)]
         right["acc_norm"] += by_length.index(max(by_length)) == doc["label"]
@@ -95,7 +86,7 @@ def test_rolling_log_likelihood_is_that_of_the_whole_text(subject: LoadedModel, 
     actual = subject_lm(subject).loglikelihood_rolling(instances("loglikelihood_rolling", (LONG,), ("a cat",)))
     for text, answer in zip((LONG, "a cat"), actual, strict=True):
         tokens = subject.tokenizer.encode(text)
-        assert answer == pytest.approx(direct(subject, [subject.tokenizer.eos_id], tokens)[0], rel=1e-5, abs=1e-4)
+        assert answer == pytest.approx(direct(subject.model, [subject.tokenizer.eos_id], tokens)[0], rel=1e-5, abs=1e-4)
 
 
 @pytest.mark.parametrize("max_length", [None, 2, 7, 10, 11, 12, 64])

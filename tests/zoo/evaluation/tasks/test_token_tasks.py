@@ -193,6 +193,5 @@ def test_a_model_that_was_trained_on_recall_is_measured_by_the_command(command: 
         "--samples=4",
     ).ok()
     assert "recall of values by their keys" in done.out
-    done = command("evaluate", "--checkpoint", "runs/small", "--tasks=mqar", "--lengths=[512]")
-    assert (done.code, len(done.err.splitlines())) == (2, 1)
-    assert "mqar: small has a vocabulary of 128; length 512, pairs 64 needs an even number, at least 130" in done.err
+    said = command("evaluate", "--checkpoint", "runs/small", "--tasks=mqar", "--lengths=[512]").sentence()
+    assert "mqar: small has a vocabulary of 128; length 512, pairs 64 needs an even number, at least 130" in said

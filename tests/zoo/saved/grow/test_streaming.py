@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import zoo
-from kernels import UserError
 from tests.forked_python import forked_python
+from tests.zoo.saved.public.zoo_of_others import stored
 from tests.zoo.saved.test_convert import MEASURE
 from zoo.checkpoints.archive import save_sealed
 
@@ -22,14 +22,10 @@ def in_bf16(folder: Path, name: str, *overrides: str) -> Path:
     """An exported folder in bf16, but for some parameters in fp32."""
     exported(folder, name, *overrides)
     file = folder / "model.safetensors"
-    stored = {n: t if n.endswith(KEPT) else t.bfloat16() for n, t in load_file(file).items()}
-    save_file(stored, file)
+    tensors = {n: t if n.endswith(KEPT) else t.bfloat16() for n, t in load_file(file).items()}
+    save_file(tensors, file)
     (folder / "hashes.json").unlink()
     return folder
-
-
-def stored(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 @pytest.mark.slow
@@ -80,12 +76,6 @@ def test_names_of_fused_parameters_keep_their_dtype(tmp_path: Path):
     assert {n: t.dtype for n, t in new.items()} == {
         n: torch.float32 if n.endswith(KEPT) else torch.bfloat16 for n in new
     }
-
-
-def test_shards_of_a_size_below_one_byte(tmp_path: Path):
-    with pytest.raises(UserError, match=r"^max_shard_size: 0 must be at least 1 byte$"):
-        zoo.statex(exported(tmp_path / "before", "GLA"), tmp_path / "after", max_shard_size=0)
-    assert not (tmp_path / "after").exists()
 
 
 @pytest.fixture(scope="module")

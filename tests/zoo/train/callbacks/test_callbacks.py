@@ -17,8 +17,8 @@ from tests.zoo.tiny import (
     At,
     Batches,
     ByteTokenizer,
+    Data,
     LossLog,
-    ResumableLoader,
     TinyModel,
     press_ctrl_c,
     pretraining,
@@ -41,19 +41,6 @@ from zoo.train.metrics_file import MetricsFile, read_metrics
 from zoo.train.module import Pretraining
 from zoo.train.optim import Optimisation
 from zoo.train.results import result_table
-
-
-class Data(L.LightningDataModule):
-    """Loaders that know their bigram baseline."""
-
-    def train_dataloader(self):
-        return ResumableLoader(40)
-
-    def val_dataloader(self):
-        return validation_loader()
-
-    def bigram_loss(self):
-        return 1.25
 
 
 def saved_step(path):
@@ -533,7 +520,7 @@ def test_a_run_ends_with_one_validation_of_its_last_step(tmp_path, steps, expect
                 seen.append(trainer.global_step)
 
     fitted = trainer(tmp_path, [Validations(), Watch()], max_steps=steps)
-    fitted.fit(pretraining(), ResumableLoader(40), validation_loader())
+    fitted.fit(pretraining(), Data())
     assert seen == expected
     assert fitted.callback_metrics["val_loss"].isfinite()
 

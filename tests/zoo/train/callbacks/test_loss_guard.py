@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kernels.errors import UserError
-from tests.zoo.tiny import LossLog, ResumableLoader, pretraining, trainer, validation_loader
+from tests.zoo.tiny import Data, LossLog, pretraining, trainer
 from zoo.checkpoints.format import read_checkpoint
 from zoo.train.callbacks import loss_guard as guard
 from zoo.train.callbacks.loss_guard import Diverged, LossGuard
@@ -59,7 +59,7 @@ def same(one: tuple, other: tuple) -> bool:
 def test_a_step_that_is_not_finite_is_not_taken(what, value, fused, tmp_path):
     states = States()
     fitted = trainer(tmp_path, [Spoil({4, 7}, what, value), watch := LossGuard(), states])
-    fitted.fit(module := pretraining(fused=fused), ResumableLoader(40), validation_loader())
+    fitted.fit(module := pretraining(fused=fused), Data())
     assert fitted.global_step == 12
     taken = [not same(states.after[step], states.after[step - 1]) for step in range(2, 13)]
     assert taken == [step not in (4, 7) for step in range(2, 13)]
@@ -72,10 +72,8 @@ def test_a_step_that_is_not_finite_is_not_taken(what, value, fused, tmp_path):
 @pytest.mark.slow
 def test_a_run_without_trouble_is_the_same_with_a_guard(tmp_path):
     with_guard, without = LossLog(), LossLog()
-    trainer(tmp_path / "a", [LossGuard(spike=100.0, window=4), with_guard]).fit(
-        pretraining(), ResumableLoader(40), validation_loader()
-    )
-    trainer(tmp_path / "b", [without]).fit(pretraining(), ResumableLoader(40), validation_loader())
+    trainer(tmp_path / "a", [LossGuard(spike=100.0, window=4), with_guard]).fit(pretraining(), Data())
+    trainer(tmp_path / "b", [without]).fit(pretraining(), Data())
     assert with_guard.losses == without.losses
 
 
@@ -83,7 +81,7 @@ def test_a_run_without_trouble_is_the_same_with_a_guard(tmp_path):
 def test_a_spike_is_not_taken(what, tmp_path):
     states = States()
     callbacks = [Spoil({4, 5, 10}, what, 1000.0), watch := LossGuard(spike=5.0, window=8), states]
-    trainer(tmp_path, callbacks).fit(pretraining(), ResumableLoader(40), validation_loader())
+    trainer(tmp_path, callbacks).fit(pretraining(), Data())
     assert not same(states.after[4], states.after[3])  # too early to know
     assert same(states.after[5], states.after[4])  # half of the window is known
     assert same(states.after[10], states.after[9])
@@ -98,7 +96,7 @@ def test_part_of_an_accumulated_step_spoils_all_of_it(tmp_path):
 
     states = States()
     fitted = trainer(tmp_path, [SpoilHalf(), watch := LossGuard(), states], max_steps=5, accumulate_grad_batches=2)
-    fitted.fit(pretraining(), ResumableLoader(40), validation_loader())
+    fitted.fit(pretraining(), Data())
     assert [same(states.after[n], states.after[n - 1]) for n in (2, 3, 4, 5)] == [False, True, False, False]
     assert watch.skipped == 1
 
@@ -111,7 +109,7 @@ def test_too_many_in_a_row_end_the_run_with_the_last_good_state_saved(tmp_path, 
     )
     with pytest.raises(Diverged, match=says):
         trainer(tmp_path, [Spoil(bad, "gradient", float("nan")), LossGuard(patience=2), states], max_steps=40).fit(
-            pretraining(), ResumableLoader(40), validation_loader()
+            pretraining(), Data()
         )
     saved = read_checkpoint(tmp_path / "checkpoints" / "last.ckpt")
     assert saved["global_step"] == 7
@@ -132,9 +130,7 @@ def test_what_the_host_hears_late_is_counted_a_step_later(tmp_path, monkeypatch)
     bad, states = {3, 6, *range(8, 40)}, States()
     late = LossGuard(spike=50.0, window=6, patience=2)
     with pytest.raises(Diverged, match="3 steps in a row"):
-        trainer(tmp_path, [Spoil(bad, "gradient", float("nan")), late, states], max_steps=40).fit(
-            pretraining(), ResumableLoader(40), validation_loader()
-        )
+        trainer(tmp_path, [Spoil(bad, "gradient", float("nan")), late, states], max_steps=40).fit(pretraining(), Data())
     assert [same(states.after[n], states.after[n - 1]) for n in range(2, 11)] == [n in bad for n in range(2, 11)]
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert [row["skipped_steps"] for row in rows] == [0, 0, 0, 1, 1, 1, 2, 2, 3, 4]
@@ -145,20 +141,16 @@ def test_what_the_host_hears_late_is_counted_a_step_later(tmp_path, monkeypatch)
 
 def test_the_last_step_of_a_run_is_counted_too(tmp_path, monkeypatch):
     monkeypatch.setattr(guard, "_copied_to_host", lambda *scalars: guard.Outcome(torch.stack(scalars), Copied()))
-    trainer(tmp_path, [Spoil({12}, "gradient", float("nan")), late := LossGuard()]).fit(
-        pretraining(), ResumableLoader(40), validation_loader()
-    )
+    trainer(tmp_path, [Spoil({12}, "gradient", float("nan")), late := LossGuard()]).fit(pretraining(), Data())
     assert late.skipped == 1
     assert read_metrics(tmp_path / "metrics.jsonl")[-1]["skipped_steps"] == 1
 
 
 def test_a_continued_run_counts_on(tmp_path):
     spoil = Spoil({2, 5, 6, 8}, "gradient", float("nan"))
-    trainer(tmp_path, [spoil, LossGuard(spike=50.0, patience=3)], max_steps=6).fit(
-        pretraining(), ResumableLoader(40), validation_loader()
-    )
+    trainer(tmp_path, [spoil, LossGuard(spike=50.0, patience=3)], max_steps=6).fit(pretraining(), Data())
     run = trainer(tmp_path, [spoil, watch := LossGuard(spike=50.0, patience=3)], max_steps=9)
-    run.fit(pretraining(), ResumableLoader(40), validation_loader(), ckpt_path=tmp_path / "checkpoints" / "last.ckpt")
+    run.fit(pretraining(), Data(), ckpt_path=tmp_path / "checkpoints" / "last.ckpt")
     assert watch.skipped == 4
     assert len(watch.state_dict()["losses"]) == 5
 
