@@ -145,7 +145,7 @@ def in_launches(a: TokenAttention, ops: AttentionOps) -> bool:
 
 
 def prepared(a: TokenAttention, ops: AttentionOps) -> TokenAttention:
-    """The arguments after the norms, positions and decays of `ops`, one after another."""
+    """Apply the norms, positions and decays of `ops` to the arguments, one after another."""
     q_norm, k_norm, v_norm, turn, bias, _, rest = ops
     q, (k, v, *decays) = a.q if rest is None else torch.cat([a.q[..., : -rest.shape[3]], rest], -1), a.new
     q, k, v = (x if norm is None else norm(x) for x, norm in ((q, q_norm), (k, k_norm), (v, v_norm)))
