@@ -36,7 +36,7 @@ class KeyCache(NamedTuple):
 
 
 class AttentionOps(NamedTuple):
-    """What `window_attention` computes of one token before and after it attends, in the order of the fields."""
+    """Operations on one token before and after it attends, in the order of the fields."""
 
     q_norm: HeadNorm | None = None  # of the query heads
     k_norm: HeadNorm | None = None  # of the new key
