@@ -18,11 +18,11 @@ from .base import Site, TokenMixer, checked_input, checked_site, dense_flops, po
 from .context_parallel import ContextParallel
 from .features import FeaturePath, Features, Rotary, alike, together
 from .heads import HeadMap, attention_maps
-from .key_cache import attend, attend_to_cache
+from .key_cache import attend, attend_to_cache, takes_ops
 from .norm import RMSNorm, head_norms
 from .projection import OutputProjection, Projection, split_heads
 from .registry import register
-from .state import History, Position, Slots, SlottedCache
+from .state import History, Position, SlottedCache
 
 Per = Literal["head", "channel"]
 Over = Literal["head", "width"]
@@ -133,12 +133,12 @@ class SoftmaxAttention(TokenMixer):
             results, _, _ = together(paths, [q, k], before, where, cu_seqlens, context_parallel)
             (q, k), histories = zip(*results, strict=True)
         else:
-            run, gate, histories = partial(run, ops=ops), [], before
+            gate, histories = [], before
         if state is None:
             o = attend(run, q, (k, v), self.window_size, cu_seqlens, context_parallel)
         else:
             caches = state.k, state.v
-            past = caches, state.position, self.window_size, cu_seqlens, following
+            past = caches, state.position, self.window_size, cu_seqlens, following, ops
             o, (k, v) = attend_to_cache(run, q, (k, v), *past)
             cache = AttentionState(k, v, histories, following)
         if gate:
@@ -151,7 +151,7 @@ class SoftmaxAttention(TokenMixer):
         Norms that it lacks are left out, and come first.
         """
         paths = self.q_features, self.k_features
-        if not isinstance(state.k, Slots) or self.attention is not kernels.window_attention or not alike(*paths):
+        if not takes_ops(self.attention, state.k) or not alike(*paths):
             return None
         turn = None if paths[0].map is None else paths[0].map.turn(q, state.position)
         if (turn is None or turn.doubles) and paths[0].map is not None:

@@ -255,8 +255,20 @@ class Rotary(FeatureMap, Fusable):
             return None
         return kernels.rotary(q, positions, self.rates(q), amplitude=self.amplitude, last=last, other=k)
 
-    def turn(self, x: Tensor, positions: Tensor) -> kernels.Turn | None:
-        return kernels.Turn(positions, self.rates(x), self.amplitude) if self.fused else None
+    def turn(self, x: Tensor, positions: Tensor, *, last: bool = False) -> kernels.Turn | None:
+        """As for a FeatureMap; with `last`, `size` is that of the last channels of heads, those that turn."""
+        if not self.fused or (last and self.turning < self.size):
+            return None
+        return kernels.Turn(positions, self.rates(x), self.amplitude, last)
+
+    def turn_last(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Turn the last `size` channels of the heads of q, and k, whose heads have only these."""
+        pair = self.pair(q, k, positions, last=True)
+        if pair is None:
+            still, turning = q.split([q.shape[3] - self.size, self.size], -1)
+            turned, k_turned = (self(x, positions) for x in (turning, k))
+            pair = torch.cat([still, turned.to(q.dtype)], -1), k_turned
+        return pair[0].to(q.dtype), pair[1].to(k.dtype)
 
     def rates(self, like: Tensor) -> Tensor:
         """The frequencies of all pairs in at least fp32 on the device of `like`.

@@ -2,8 +2,7 @@
 
 import math
 from collections.abc import Callable
-from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +14,12 @@ from .arguments import size_or
 from .base import Site, TokenMixer, checked_input, checked_site, dense_flops, positions
 from .context_parallel import ContextParallel
 from .heads import HeadMap, attention_maps
-from .key_cache import attend, attend_to_cache
+from .key_cache import attend, attend_to_cache, takes_ops
 from .norm import Output, RMSNorm, head_norms
 from .projection import OutputProjection, Projection, split_heads
 from .registry import register
 from .shift import shifted
-from .state import History, Position, Slots, SlottedCache
+from .state import History, Position, SlottedCache
 
 
 class ForgettingState(NamedTuple):
@@ -101,10 +100,8 @@ class ForgettingAttention(TokenMixer):
         first_key: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         cache: kernels.KeyCache | None = None,
-        ops: kernels.AttentionOps | None = None,
     ) -> Tensor:
-        where: dict[str, Any] = {"first_key": first_key, "cu_seqlens": cu_seqlens, "cache": cache}
-        where |= {} if ops is None else {"ops": ops}
+        where = {"first_key": first_key, "cu_seqlens": cu_seqlens, "cache": cache}
         return self.attention(q, k, v, log_decay=log_decay, **where)
 
     def forward(
@@ -124,30 +121,23 @@ class ForgettingAttention(TokenMixer):
         last = None if state is None else state.last
         k, v, last = self._keys_and_values(streams, last, cu_seqlens, context_parallel)
         q = split_heads(streams["q"], self.num_heads)
-        run, log_decay, after = self._attend, streams["f"], None
-        ops = None if state is None else self._token_ops(state)
+        log_decay, ops, after = streams["f"], None, None
+        if state is not None and takes_ops(self.attention, state.k):
+            ops = kernels.AttentionOps(*head_norms(self.q_norm, self.k_norm), decay_bias=self.f_bias)
         if ops is None or ops.q_norm is None:
             q, k = (x if norm is None else norm(x) for x, norm in ((q, self.q_norm), (k, self.k_norm)))
         if ops is None:
             log_decay = kernels.forget_gate(log_decay, self.f_bias)
-        else:
-            run = partial(run, ops=ops)
         if state is None:
-            o = attend(run, q, (k, v, log_decay), None, cu_seqlens, context_parallel)
+            o = attend(self._attend, q, (k, v, log_decay), None, cu_seqlens, context_parallel)
         else:
             caches = state.k, state.v, state.log_decay
             past = caches, state.position, None, cu_seqlens, following
-            o, (k, v, decays) = attend_to_cache(run, q, (k, v, log_decay), *past)
+            o, (k, v, decays) = attend_to_cache(self._attend, q, (k, v, log_decay), *past, ops)
             after = ForgettingState(k, v, decays, state.last if last is None else last, following)
         if self.o_norm is not None:
             o = self.o_norm(o, split_heads(streams["g"], self.num_heads) if "g" in streams else None)
         return self.o_proj(o.flatten(2)), after
-
-    def _token_ops(self, state: ForgettingState) -> kernels.AttentionOps | None:
-        """Return the norms and gates of a token as arguments of attention; None if it is not that of the kernels."""
-        if not isinstance(state.k, Slots) or self.attention is not kernels.window_attention:
-            return None
-        return kernels.AttentionOps(*head_norms(self.q_norm, self.k_norm), decay_bias=self.f_bias)
 
     def _keys_and_values(
         self,

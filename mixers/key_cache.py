@@ -53,6 +53,7 @@ def attend_to_cache(
     window_size: int | None,
     cu_seqlens: Tensor | None,
     following: Tensor | None = None,
+    ops: kernels.AttentionOps | None = None,
 ) -> tuple[Tensor, Sequence[Any]]:
     """Attend to the caches and the new tokens.
 
@@ -65,14 +66,20 @@ def attend_to_cache(
         window_size: How many tokens a query sees, including the last one; None for all.
         cu_seqlens: Boundaries [N+1] of packed documents; None if each row is a sequence.
         following: With `Slots`, where to write seen + 1, in the launch that attends; None if that is not needed.
+        ops: With `Slots`, what `kernels.window_attention` computes of the token besides attention; see `takes_ops`.
 
     Returns:
         o [B,T,H,V], and the next caches: window_size − 1 tokens, or all; or the same `Slots`.
     """
     entries = tuple(x.entries if isinstance(x, Slots) else x for x in caches)
     if isinstance(caches[0], Slots):
-        return run(q, *streams, cu_seqlens=cu_seqlens, cache=kernels.KeyCache(entries, seen, following)), caches
+        return run(q, *streams, cu_seqlens=cu_seqlens, cache=kernels.KeyCache(entries, seen, following, ops)), caches
     return _attend_to_cache(run, q, streams, entries, seen, window_size, cu_seqlens)
+
+
+def takes_ops(attention: Run, cache: Tensor | Slots) -> bool:
+    """Return whether attention takes `ops`: whether it is that of `kernels`, and called with one token in `Slots`."""
+    return isinstance(cache, Slots) and attention is kernels.window_attention
 
 
 def _attend_to_cache(

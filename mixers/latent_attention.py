@@ -15,11 +15,11 @@ from .attention import Per, gate_width, gated
 from .base import Site, TokenMixer, checked_input, checked_site, dense_flops, positions
 from .context_parallel import ContextParallel
 from .features import Rotary
-from .key_cache import attend, attend_to_cache
+from .key_cache import attend, attend_to_cache, takes_ops
 from .norm import RMSNorm, head_norms
-from .projection import Linear, OutputProjection, Projection, adjacent, split_heads
+from .projection import Linear, OutputProjection, Projection, adjacent, head_products, split_heads
 from .registry import register
-from .state import Position, Slots, SlottedCache
+from .state import Position, SlottedCache
 
 
 class LatentState(NamedTuple):
@@ -113,48 +113,30 @@ class MultiheadLatentAttention(TokenMixer):
         q = split_heads(q, self.num_heads)
         seen, cache = (None, None) if state is None else (state.position, state.latent)
         where, following = positions(x, seen, cu_seqlens, context_parallel, cache)
-        run, ops = self._attention, None if state is None else self._token_ops(q, state, gate)
-        if ops is not None:
-            latent = latent if shared is None else adjacent(latent, shared)
-            run, gate = partial(run, ops=ops), gate if ops.gate is None else None
-        else:
+        ops = None if state is None else self._token_ops(q, state, gate)
+        if ops is None:
             latent = self.latent_norm(latent)
             if self.rotary is not None and shared is not None:
-                q, shared = self._turned(q, shared[:, :, None], where)
-            if shared is not None:
-                latent = torch.cat([latent, shared.flatten(2)], -1)
+                q, shared = self.rotary.turn_last(q, shared[:, :, None], where)
+        if shared is not None:
+            latent = torch.cat([latent, shared.flatten(2)], -1) if ops is None else adjacent(latent, shared)
+        gate = gate if ops is None or ops.gate is None else None
         if state is None:
-            o = attend(run, q, [latent], None, cu_seqlens, context_parallel)
+            o = attend(self._attention, q, [latent], None, cu_seqlens, context_parallel)
             return self._out(o, gate), None
-        past = [state.latent], state.position, None, cu_seqlens, following
-        o, (latent,) = attend_to_cache(run, q, [latent], *past)
+        past = [state.latent], state.position, None, cu_seqlens, following, ops
+        o, (latent,) = attend_to_cache(self._attention, q, [latent], *past)
         return self._out(o, gate), LatentState(latent, following)
 
     def _token_ops(self, q: Tensor, state: LatentState, gate: Tensor | None) -> kernels.AttentionOps | None:
-        """Return the norm, positions and gate of a token as arguments of attention; None if it lacks one of them.
-
-        A gate per head may precede W_v, a linear map of each head.
-        """
-        norm, rotary, weight = head_norms(self.latent_norm)[0], self.rotary, self.kv_up.weight
-        turn = None if rotary is None else rotary.turn(q, state.position)
-        if not isinstance(state.latent, Slots) or self.attention is not kernels.window_attention or norm is None:
+        """Return norm, positions and gate of a token as arguments of attention; a gate per head may precede W_v."""
+        norm, _ = head_norms(self.latent_norm, self.latent_norm)
+        rotary, rest = self.rotary, q[..., self.head_dim :] if self.rope_dim else None
+        turn = None if rotary is None else rotary.turn(q, state.position, last=True)
+        fits = takes_ops(self.attention, state.latent) and q.dtype == self.kv_up.weight.dtype
+        if not fits or norm is None or (turn is None and rotary is not None) or torch.is_grad_enabled():
             return None
-        if rotary is not None and (turn is None or rotary.turning < rotary.size):
-            return None
-        if torch.is_grad_enabled() or q.dtype != weight.dtype:
-            return None
-        turn = None if turn is None else turn._replace(last=True)
-        return kernels.AttentionOps(None, norm, norm, turn, gate=gate if self.gate == "head" else None)
-
-    def _turned(self, q: Tensor, shared: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:
-        """Turn the last channels of q [B,T,H,head_dim+rope_dim], and what all keys share [B,T,1,rope_dim]."""
-        assert self.rotary is not None
-        pair = self.rotary.pair(q, shared, where, last=True)
-        if pair is None:
-            still, turning = q.split([self.head_dim, self.rope_dim], -1)
-            turning, shared_turned = (self.rotary(x, where) for x in (turning, shared))
-            pair = torch.cat([still, turning.to(q.dtype)], -1), shared_turned
-        return pair[0].to(q.dtype), pair[1].to(shared.dtype)
+        return kernels.AttentionOps(None, norm, norm, turn, gate=gate if self.gate == "head" else None, q_rest=rest)
 
     def _out(self, o: Tensor, gate: Tensor | None) -> Tensor:
         if gate is not None:
@@ -168,36 +150,25 @@ class MultiheadLatentAttention(TokenMixer):
         first_key: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         cache: kernels.KeyCache | None = None,
-        ops: kernels.AttentionOps | None = None,
     ) -> Tensor:
         """o [B,T,H,V] of q [B,T,H,head_dim+rope_dim] and latent [B,S,kv_rank+rope_dim]."""
         attention = partial(self.attention, scale=q.shape[3] ** -0.5, first_key=first_key, cu_seqlens=cu_seqlens)
         # in deterministic mode a token takes the products of longer sequences
         if cache is not None or (q.shape[1] == 1 and not kernels.is_deterministic()):
-            return self._one_query(q, latent, attention, cache, ops)
+            return self._one_query(q, latent, attention, cache)
         latent, shared = latent.split([self.kv_rank, self.rope_dim], -1)
         k, v = split_heads(self.kv_up(latent), self.num_heads).split([self.head_dim, self.value_dim], -1)
         k = torch.cat([k, shared[:, :, None].expand(-1, -1, self.num_heads, -1)], -1)
         return attention(q, k, v.contiguous())
 
     def _one_query(
-        self,
-        q: Tensor,
-        latent: Tensor,
-        attention: Callable[..., Tensor],
-        cache: kernels.KeyCache | None,
-        ops: kernels.AttentionOps | None,
+        self, q: Tensor, latent: Tensor, attention: Callable[..., Tensor], cache: kernels.KeyCache | None
     ) -> Tensor:
-        """Attend to the latents themselves, as one head of keys and values."""
+        """Attend to the latents themselves, as one head of keys and values; `cache.ops` has what turns of a query."""
         up = self.kv_up.weight.unflatten(0, (self.num_heads, -1))
         to_k, to_v = up.split([self.head_dim, self.value_dim], 1)  # [H,size,kv_rank]
         q, turning = q.split([self.head_dim, self.rope_dim], -1)
-        if ops is None:
-            q = torch.cat([torch.einsum("bthd,hdr->bthr", q, to_k), turning], -1)
-        else:  # the last channels stay where they are
-            whole = q.new_empty(*q.shape[:3], latent.shape[2])
-            torch.bmm(q[:, 0].transpose(0, 1), to_k, out=whole[:, 0, :, : self.kv_rank].transpose(0, 1))
-            q, attention = whole, partial(attention, ops=ops._replace(q_rest=turning if self.rope_dim else None))
+        q = head_products(q, to_k, turning if cache is None or cache.ops is None else None, latent.shape[2])
         k, v = self._one_head(latent)
         cache = cache if cache is None else cache._replace(entries=self._one_head(*cache.entries))
         o = attention(q, k, v, cache=cache)

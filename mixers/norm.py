@@ -126,10 +126,10 @@ class ZeroCentredRMSNorm(RMSNorm):
         return self.offset + self.weight
 
 
-def head_norms(*norms: nn.Module | None) -> tuple[kernels.HeadNorm | None, ...]:
-    """Return norms as arguments of a kernel; None for each if one of them cannot be, or there is none."""
-    args = tuple(norm.head_norm() if isinstance(norm, Norm) else None for norm in norms)
-    return args if None not in args else (None,) * len(norms)
+def head_norms(q: nn.Module | None, k: nn.Module | None) -> tuple[kernels.HeadNorm | None, kernels.HeadNorm | None]:
+    """Return two norms as arguments of a kernel; None for both if one of them cannot be, or there is none."""
+    q_norm, k_norm = (norm.head_norm() if isinstance(norm, Norm) else None for norm in (q, k))
+    return (None, None) if q_norm is None or k_norm is None else (q_norm, k_norm)
 
 
 class LayerNorm(Norm):

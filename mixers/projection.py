@@ -38,6 +38,18 @@ def adjacent(x: Tensor, y: Tensor) -> Tensor:
     return torch.cat([x, y], -1)
 
 
+def head_products(x: Tensor, weight: Tensor, rest: Tensor | None, size: int) -> Tensor:
+    """Multiply each head of x [B,T,H,K] by its matrix [H,K,N], and append `rest` [B,T,H,size − N].
+
+    If that is None, the channels from N on are left uninitialised; then T is 1, and there are no gradients.
+    """
+    if rest is not None:
+        return torch.cat([torch.einsum("bthk,hkn->bthn", x, weight), rest], -1)
+    y = x.new_empty(*x.shape[:3], size)
+    torch.bmm(x[:, 0].transpose(0, 1), weight, out=y[:, 0, :, : weight.shape[2]].transpose(0, 1))
+    return y
+
+
 class Projection(nn.Linear):
     """Named linear maps of x, computed as one product; the outputs are views of its result.
 

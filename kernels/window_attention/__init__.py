@@ -24,7 +24,6 @@ def window_attention(
     cu_seqlens: Tensor | None = None,
     log_decay: Tensor | None = None,
     cache: KeyCache | None = None,
-    ops: AttentionOps | None = None,
 ) -> Tensor:
     """Causal softmax attention of T queries over S ≥ T keys, with the last query aligned to the last key.
 
@@ -46,9 +45,7 @@ def window_attention(
         cache: Earlier tokens [B,R,…], with room for one more: q, k, v and log_decay are those of one new token per row
             (T = S = 1), which is written into the cache and sees at most R tokens. `cache.seen` stays. All is cast to
             the dtypes of the cache, without gradients. On a GPU, a call takes two launches, and only reads what it
-            attends to.
-        ops: With a cache, norms and positions of the query and the new key, raw gates of log decays, and an output
-            gate, in the same two launches where possible.
+            attends to. With `cache.ops`, these also compute norms, positions, decays and an output gate.
 
     Returns:
         o [B,T,H,V] in the dtype of v, or of autocast where that is on (except for fp64); 0 for a query without a valid
@@ -57,10 +54,8 @@ def window_attention(
     Raises:
         ValueError: An argument does not fit the others; the message starts with its name.
     """
-    if ops is not None and (cache is None or (ops.q_rest is not None and scale is not None and scale <= 0)):
-        raise ValueError("ops: needs a cache, and `q_rest` a scale above 0")
     a = check(q, k, v, window_size, first_key, scale, cu_seqlens, log_decay)
     if cache is not None:
-        return token.attend(token.check_cache(a, window_size, cache, ops))
+        return token.attend(token.check_cache(a, window_size, cache, scale))
     o: Tensor = OP(v, a)
     return o

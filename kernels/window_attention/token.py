@@ -27,16 +27,8 @@ from .arguments import Attention
 LARGEST_KEY, LARGEST_VALUE = 1024, 512  # of the Triton kernels, which hold a query and an output in registers
 
 
-class KeyCache(NamedTuple):
-    """Earlier tokens: that of number t is at index t mod R."""
-
-    entries: tuple[Tensor, ...]  # keys [B,R,Hkv,D], values [B,R,Hkv,V], and log decays [B,R,H] if scores decay
-    seen: Tensor  # [B] int64: number of earlier tokens of each row
-    following: Tensor | None = None  # [B] int64, in other memory: becomes seen + 1; None if that is not needed
-
-
 class AttentionOps(NamedTuple):
-    """What `window_attention` computes of one token before and after it attends, in the order of the fields."""
+    """Operations on one token before and after it attends, in the order of the fields."""
 
     q_norm: HeadNorm | None = None  # of the query heads
     k_norm: HeadNorm | None = None  # of the new key
@@ -51,6 +43,15 @@ class AttentionOps(NamedTuple):
         return [x for part in (*self[:4], self[4:]) for x in part or () if isinstance(x, Tensor)]
 
 
+class KeyCache(NamedTuple):
+    """Earlier tokens: that of number t is at index t mod R."""
+
+    entries: tuple[Tensor, ...]  # keys [B,R,Hkv,D], values [B,R,Hkv,V], and log decays [B,R,H] if scores decay
+    seen: Tensor  # [B] int64: number of earlier tokens of each row
+    following: Tensor | None = None  # [B] int64, in other memory: becomes seen + 1; None if that is not needed
+    ops: AttentionOps | None = None  # in the same launches where possible; None for attention alone
+
+
 @dataclass(frozen=True)
 class TokenAttention:
     """Checked arguments: one query, key and value per row, without `ops` in the dtype of the caches."""
@@ -60,7 +61,6 @@ class TokenAttention:
     cache: KeyCache
     window: int  # ≤ R: tokens that a query sees, including its own
     scale: float
-    ops: AttentionOps | None = None
 
     @property
     def shared(self) -> bool:
@@ -70,13 +70,11 @@ class TokenAttention:
         return first and v.data_ptr() == k.data_ptr()
 
 
-def check_cache(
-    a: Attention, window_size: int | None, cache: KeyCache, ops: AttentionOps | None = None
-) -> TokenAttention:
-    """Check a cache and `ops` against the other arguments, which are checked already.
+def check_cache(a: Attention, window_size: int | None, cache: KeyCache, scale: float | None) -> TokenAttention:
+    """Check a cache against the other arguments, which are checked already; `scale` may have been negative.
 
     Raises:
-        ValueError: One does not fit them; the message starts with "cache" or "ops".
+        ValueError: It does not fit them; the message starts with "cache".
     """
     decays = () if a.log_decay is None else (a.log_decay,)
     new, B = (a.k, a.v, *decays), len(a.q)
@@ -100,14 +98,16 @@ def check_cache(
             raise ValueError(f"cache.entries[{number}]: expected floats {[*expected]} on {y.device}, got {actual}")
     if cache.entries[1].dtype != cache.entries[0].dtype:
         raise ValueError(f"cache: has keys in {cache.entries[0].dtype}, but values in {cache.entries[1].dtype}")
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (a.q, *new, *(ops.tensors() if ops else ()))):
+    if torch.is_grad_enabled() and any(
+        x.requires_grad for x in (a.q, *new, *(cache.ops.tensors() if cache.ops else ()))
+    ):
         raise ValueError("cache: is written in place, and has no gradients; use torch.no_grad()")
-    if ops is not None:
-        check_ops(a, ops)
-    return TokenAttention(a.q, new, cache, size if window_size is None else min(window_size, size), a.scale, ops)
+    if cache.ops is not None:
+        check_ops(a, cache.ops, scale)
+    return TokenAttention(a.q, new, cache, size if window_size is None else min(window_size, size), a.scale)
 
 
-def check_ops(a: Attention, ops: AttentionOps) -> None:
+def check_ops(a: Attention, ops: AttentionOps, scale: float | None) -> None:
     """Check the shapes of `ops` against the other arguments.
 
     Raises:
@@ -118,17 +118,21 @@ def check_ops(a: Attention, ops: AttentionOps) -> None:
         shape = None if norm is None or norm.weight is None else norm.weight.shape
         if norm is not None and (not 0 < norm.size <= most or shape not in (None, (norm.size,))):
             raise ValueError(
-                f"ops.{name}: expected 1 to {most} channels, and a weight for each, got {norm.size} {shape}"
+                f"cache.ops.{name}: expected 1 to {most} channels, and a weight for each, got {norm.size} {shape}"
             )
     if turn is not None and (turn.doubles or not 0 < 2 * len(turn.rates) <= D or turn.positions.shape != (B,)):
         actual = f"shapes {tuple(turn.positions.shape)} and {tuple(turn.rates.shape)}"
-        raise ValueError(f"ops.turn: expected positions [{B}] and rates of 1 to {D // 2} pairs, got {actual}")
+        raise ValueError(f"cache.ops.turn: expected positions [{B}] and rates of 1 to {D // 2} pairs, got {actual}")
     if ops.decay_bias is not None and (a.log_decay is None or ops.decay_bias.shape != (H,)):
-        raise ValueError(f"ops.decay_bias: expected raw gates, and [{H}], got shape {tuple(ops.decay_bias.shape)}")
+        raise ValueError(
+            f"cache.ops.decay_bias: expected raw gates, and [{H}], got shape {tuple(ops.decay_bias.shape)}"
+        )
+    if ops.q_rest is not None and scale is not None and scale <= 0:
+        raise ValueError(f"cache.ops.q_rest: needs a scale above 0, got {scale}")
     if ops.q_rest is not None and (ops.q_rest.shape[:3] != (B, 1, H) or not 0 < ops.q_rest.shape[3] < D):
-        raise ValueError(f"ops.q_rest: expected [{B},1,{H}, below {D}], got shape {tuple(ops.q_rest.shape)}")
+        raise ValueError(f"cache.ops.q_rest: expected [{B},1,{H}, below {D}], got shape {tuple(ops.q_rest.shape)}")
     if ops.gate is not None and ops.gate.shape not in [(B, 1, H), (B, 1, H * V)]:
-        raise ValueError(f"ops.gate: expected [{B},1,{H}] or [{B},1,{H * V}], got shape {tuple(ops.gate.shape)}")
+        raise ValueError(f"cache.ops.gate: expected [{B},1,{H}] or [{B},1,{H * V}], got shape {tuple(ops.gate.shape)}")
 
 
 def in_launches(a: TokenAttention, ops: AttentionOps) -> bool:
@@ -145,14 +149,14 @@ def in_launches(a: TokenAttention, ops: AttentionOps) -> bool:
 
 
 def prepared(a: TokenAttention, ops: AttentionOps) -> TokenAttention:
-    """The arguments after the norms, positions and decays of `ops`, one after another."""
+    """Apply the norms, positions and decays of `ops` to the arguments, one after another."""
     q_norm, k_norm, v_norm, turn, bias, _, rest = ops
     q, (k, v, *decays) = a.q if rest is None else torch.cat([a.q[..., : -rest.shape[3]], rest], -1), a.new
     q, k, v = (x if norm is None else norm(x) for x, norm in ((q, q_norm), (k, k_norm), (v, v_norm)))
     if turn is not None:
         q, k = rotary(q, turn.positions[:, None], turn.rates, amplitude=turn.amplitude, last=turn.last, other=k)
     decays = decays if bias is None else [forget_gate(decays[0], bias)]
-    return replace(a, q=q, new=(k, v, *decays), ops=None)
+    return replace(a, q=q, new=(k, v, *decays), cache=a.cache._replace(ops=None))
 
 
 def composed(run: Callable[[Attention], Tensor], a: TokenAttention) -> Tensor:
@@ -192,13 +196,13 @@ OP = Op(
 
 def attend(a: TokenAttention) -> Tensor:
     """o [B,1,H,V] in the dtype of the new value; deterministic mode computes it as without a cache."""
-    ops, dtype = a.ops, a.new[1].dtype
+    ops, dtype = a.cache.ops, a.new[1].dtype
     if ops is None or not in_launches(a, ops) or OP.backend(a.q, a) != "triton":
         a = a if ops is None else prepared(a, ops)
         new = tuple(x.to(y.dtype) for x, y in zip(a.new, a.cache.entries, strict=True))
         a = replace(a, q=a.q.to(a.cache.entries[0].dtype), new=new)
     o: Tensor = composed(candidates.forward, a) if is_deterministic() else OP(a.q, a)
-    if ops is None or ops.gate is None or a.ops is not None:
+    if ops is None or ops.gate is None or a.cache.ops is not None:
         return o.to(dtype)
     gate = ops.gate if ops.gate.shape[2] > o.shape[2] else ops.gate.repeat_interleave(o.shape[3], 2)
     return activation_gate(gate, o.to(dtype).flatten(2)).view(o.shape)

@@ -121,7 +121,7 @@ def token_attention(
         bias, gate = torch.zeros(H) if decay else None, torch.zeros(2, 1, H if decay else H * V, dtype=dtype)
         others = (norm, norm, None, turn) if heads > 1 else (None, norm, norm, turn)
         ops = kernels.AttentionOps(*others, bias, gate, new["q"][..., V:] if heads == 1 else None)
-    kernels.window_attention(**new, cache=kernels.KeyCache(entries, seen), ops=ops)
+    kernels.window_attention(**new, cache=kernels.KeyCache(entries, seen, ops=ops))
 
 
 def layer(name: str) -> None:

@@ -316,12 +316,12 @@ def with_ops(name: str, device: str = "cpu") -> dict[str, Any]:
     if sizes.rest:
         ops = ops._replace(q_rest=draw(B, 1, case.H, case.D - case.V + 5, dtype=case.dtype)[..., 5:])
         a["q"] = torch.cat([a["q"][..., : case.V], torch.full_like(ops.q_rest, math.nan)], -1)
-    return a | {"ops": ops}
+    return a | {"cache": a["cache"]._replace(ops=ops)}
 
 
 def one_after_another(a: dict[str, Any]) -> dict[str, Any]:
     """The arguments after their norms, positions and decays, by the formulas, rounded after each."""
-    ops, q, dtype = a["ops"], a["q"], a["q"].dtype
+    ops, q, dtype = a["cache"].ops, a["q"], a["q"].dtype
     if ops.q_rest is not None:
         q = torch.cat([q[..., : -ops.q_rest.shape[3]], ops.q_rest], -1)
 
@@ -344,7 +344,14 @@ def one_after_another(a: dict[str, Any]) -> dict[str, Any]:
 
     q, k = turned(normed(q, ops.q_norm), ops.turn), turned(normed(a["k"], ops.k_norm), ops.turn)
     decay = a["log_decay"] if ops.decay_bias is None else logsigmoid(a["log_decay"].float() + ops.decay_bias)
-    return {**a, "q": q, "k": k, "v": normed(a["v"], ops.v_norm), "log_decay": decay, "ops": None}
+    return {
+        **a,
+        "q": q,
+        "k": k,
+        "v": normed(a["v"], ops.v_norm),
+        "log_decay": decay,
+        "cache": a["cache"]._replace(ops=None),
+    }
 
 
 @pytest.mark.slow
@@ -356,7 +363,7 @@ def test_norms_positions_decays_and_gates_in_the_same_launches(name: str, device
     a, plain, composed = (with_ops(name, device) for _ in range(3))
     for _ in range(3):
         expected = run(one_after_another(plain), "reference", device)
-        if (gate := plain["ops"].gate) is not None:
+        if (gate := plain["cache"].ops.gate) is not None:
             o = expected[0].flatten(2) if gate.shape[2] > case.H else expected[0]
             factor = gate.sigmoid() if gate.shape[2] > case.H else gate.sigmoid()[..., None]
             expected = ((o * factor).view(expected[0].shape), *expected[1:])
@@ -369,11 +376,10 @@ def test_norms_positions_decays_and_gates_in_the_same_launches(name: str, device
             for x, y in zip((o, *written), expected, strict=True):
                 torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance)
         for b in (a, plain, composed):
-            cache, ops = b["cache"], b["ops"]
-            b["cache"] = cache._replace(seen=cache.following, following=torch.empty_like(cache.seen))
-            b["ops"] = (
-                ops if ops.turn is None else ops._replace(turn=ops.turn._replace(positions=ops.turn.positions + 1))
-            )
+            cache, ops = b["cache"], b["cache"].ops
+            if ops.turn is not None:
+                ops = ops._replace(turn=ops.turn._replace(positions=ops.turn.positions + 1))
+            b["cache"] = KeyCache(cache.entries, cache.following, torch.empty_like(cache.seen), ops)
             b["q"], b["k"], b["v"] = (x.flip(0) for x in (b["q"], b["k"], b["v"]))
             if case.same:
                 b["v"] = b["k"][..., : case.V]
@@ -383,14 +389,16 @@ def test_norms_positions_decays_and_gates_in_the_same_launches(name: str, device
 def test_what_the_launches_do_not_compute_comes_before_and_after_them(why: str):
     a, b = with_ops("96"), with_ops("96")
     for x in (a, b):
+        cache, ops = x["cache"], x["cache"].ops
         if why == "another dtype":
-            x["cache"] = x["cache"]._replace(entries=tuple(entry.bfloat16() for entry in x["cache"].entries))
+            cache = cache._replace(entries=tuple(entry.bfloat16() for entry in cache.entries))
         if why == "values alone":
-            x["ops"] = x["ops"]._replace(v_norm=HeadNorm(64, None, 1e-6))
+            ops = ops._replace(v_norm=HeadNorm(64, None, 1e-6))
         if why == "a query in two places":
-            x["ops"] = x["ops"]._replace(q_rest=x["q"][..., -5:].clone())
+            ops = ops._replace(q_rest=x["q"][..., -5:].clone())
             x["q"] = torch.cat([x["q"][..., :-5], torch.full_like(x["q"][..., -5:], math.nan)], -1)
-    gate = b["ops"].gate
+        x["cache"] = cache._replace(ops=ops)
+    gate = b["cache"].ops.gate
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=why == "autocast")
     with kernels.deterministic(why == "deterministic"), autocast, kernels.implementations() as ran:
         o, *written = run(a, "triton" if why != "deterministic" else "auto")
@@ -431,24 +439,22 @@ MISFITS: dict[str, Callable[[dict[str, Any]], object]] = {
 
 
 MISFITS_OF_OPS: dict[str, Callable[[AttentionOps], AttentionOps]] = {
-    "ops.q_norm: expected 1 to 96 channels, and a weight for each": lambda ops: ops._replace(
+    "q_norm: expected 1 to 96 channels, and a weight for each": lambda ops: ops._replace(
         q_norm=HeadNorm(97, None, 1e-6)
     ),
-    "ops.k_norm: expected 1 to 96 channels, and a weight for each": lambda ops: ops._replace(
+    "k_norm: expected 1 to 96 channels, and a weight for each": lambda ops: ops._replace(
         k_norm=HeadNorm(96, torch.ones(95), 1e-6)
     ),
-    "ops.v_norm: expected 1 to 64 channels": lambda ops: ops._replace(v_norm=HeadNorm(96, None, 1e-6)),
-    r"ops.turn: expected positions \[2\] and rates of 1 to 48 pairs": lambda ops: ops._replace(
+    "v_norm: expected 1 to 64 channels": lambda ops: ops._replace(v_norm=HeadNorm(96, None, 1e-6)),
+    r"turn: expected positions \[2\] and rates of 1 to 48 pairs": lambda ops: ops._replace(
         turn=ops.turn._replace(rates=torch.zeros(49))
     ),
-    r"ops.turn: expected positions \[2\] and": lambda ops: ops._replace(
-        turn=ops.turn._replace(positions=torch.zeros(3))
-    ),
-    r"ops.q_rest: expected \[2,1,2, below 96\], got shape \(2, 1, 2, 96\)": lambda ops: ops._replace(
+    r"turn: expected positions \[2\] and": lambda ops: ops._replace(turn=ops.turn._replace(positions=torch.zeros(3))),
+    r"q_rest: expected \[2,1,2, below 96\], got shape \(2, 1, 2, 96\)": lambda ops: ops._replace(
         q_rest=torch.zeros(2, 1, 2, 96)
     ),
-    "ops.decay_bias: expected raw gates": lambda ops: ops._replace(decay_bias=torch.zeros(2)),
-    r"ops.gate: expected \[2,1,2\] or \[2,1,128\], got shape \(2, 1, 3\)": lambda ops: ops._replace(
+    "decay_bias: expected raw gates": lambda ops: ops._replace(decay_bias=torch.zeros(2)),
+    r"gate: expected \[2,1,2\] or \[2,1,128\], got shape \(2, 1, 3\)": lambda ops: ops._replace(
         gate=torch.zeros(2, 1, 3)
     ),
 }
@@ -457,15 +463,14 @@ MISFITS_OF_OPS: dict[str, Callable[[AttentionOps], AttentionOps]] = {
 @pytest.mark.parametrize("said", MISFITS_OF_OPS)
 def test_misfits_of_ops(said: str):
     a = with_ops("96")
-    with pytest.raises(ValueError, match=f"^{said}"):
-        run(a | {"ops": MISFITS_OF_OPS[said](a["ops"])}, "torch")
+    with pytest.raises(ValueError, match=f"^cache.ops.{said}"):
+        run(a | {"cache": a["cache"]._replace(ops=MISFITS_OF_OPS[said](a["cache"].ops))}, "torch")
 
 
-def test_ops_need_a_cache_and_a_scale_that_does_not_turn_the_query():
-    a = with_ops("96")
-    for misfit in ({"cache": None}, {"scale": -1.0, "ops": AttentionOps(q_rest=a["q"][..., :3])}):
-        with pytest.raises(ValueError, match=r"^ops: needs a cache, and `q_rest` a scale above 0"):
-            kernels.window_attention(**a | misfit)
+def test_a_query_in_two_places_needs_a_positive_scale():
+    a = with_ops("latents, a query in two places")
+    with pytest.raises(ValueError, match=r"^cache.ops.q_rest: needs a scale above 0, got -1.0"):
+        run(a | {"scale": -1.0}, "torch")
 
 
 @pytest.mark.parametrize("said", MISFITS)
@@ -480,8 +485,9 @@ def test_there_are_no_gradients():
     a = arguments(Case())
     with pytest.raises(ValueError, match=r"^cache: is written in place, and has no gradients"):
         kernels.window_attention(**a | {"q": a["q"].requires_grad_()})
+    ops = AttentionOps(q_norm=HeadNorm(8, torch.ones(8, requires_grad=True), 1e-6))
     with pytest.raises(ValueError, match=r"^cache: is written in place, and has no gradients"):
-        kernels.window_attention(**a, ops=AttentionOps(q_norm=HeadNorm(8, torch.ones(8, requires_grad=True), 1e-6)))
+        kernels.window_attention(**a | {"cache": a["cache"]._replace(ops=ops)})
 
 
 LARGE = [

@@ -49,7 +49,7 @@ def test_queries_and_keys_turn_together_as_each_alone(backend: str, fraction: fl
     )
     streams = [torch.randn(2, 5, *shape, requires_grad=True) for shape in ((4, 12), (1, 4))]
     with kernels.backend(backend):
-        turned = [mixer._turned(*streams, torch.arange(5)[None]) for mixer in (fused, unfused)]
+        turned = [mixer.rotary.turn_last(*streams, torch.arange(5)[None]) for mixer in (fused, unfused)]
     assert all(torch.equal(*both) for both in zip(*turned, strict=True))
     gradients = [torch.autograd.grad([y.square().sum() for y in each], streams) for each in turned]
     for actual, expected in zip(*gradients, strict=True):

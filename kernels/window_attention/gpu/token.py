@@ -68,10 +68,10 @@ def turns_of(
     position, rates, amplitude,
     START: tl.constexpr, N: tl.constexpr, TURN: tl.constexpr, TURNING: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """The N channels from START on, their factors, the factors of the others of their pairs, and these others.
+    """Return N channels from START on, their factors, the factors of the others of their pairs, and these others.
 
-    The compiler repeats sines in every thread that needs them, except for what it makes of a load with a number for
-    each thread. It gives the layout of such a load to all that follows, but not beyond a new axis.
+    The compiler repeats sines in every thread that needs them, unless they are made of a load with a number for each
+    thread. It gives the layout of such a load to all later results, but only up to a new axis.
     """
     c = START + tl.arange(0, N)
     cos, sin, other = c, c, c
@@ -93,7 +93,7 @@ def turns_of(
 
 @triton.jit
 def inverse_root(x, real, eps, N: tl.constexpr):
-    """1 / √(mean x² + eps) of the first N channels of a head x, or of several heads [ROWS,1]."""
+    """Return 1 / √(mean x² + eps) of the first N channels of a head x, or of several heads [ROWS,1]."""
     root = 1.0
     if N > 0:
         c = tl.arange(0, triton.next_power_of_2(N))
@@ -107,7 +107,7 @@ def inverse_root(x, real, eps, N: tl.constexpr):
 
 @triton.jit
 def normed(x, c, inside, weight, root, offset, N: tl.constexpr):
-    """The channels c of heads x, of which the first N are normalised."""
+    """Load the channels c of heads x, and normalise those below N."""
     y = load(x, c, inside)
     if N > 0:
         scale = offset
@@ -119,7 +119,7 @@ def normed(x, c, inside, weight, root, offset, N: tl.constexpr):
 
 @triton.jit
 def channels_of(x, real, turns, weight, root, offset, STOP: tl.constexpr, N: tl.constexpr, TURNING: tl.constexpr):
-    """Those of some channels that are below STOP, of a head x or of several heads [ROWS,1], normalised and turned."""
+    """Load the channels below STOP of a head x, or of several heads [ROWS,1], and normalise and turn them."""
     c, cos, sin, other = turns
     inside = c < STOP
     if real is not None:
@@ -180,7 +180,7 @@ def attend_to_part(
     root = inverse_root(heads, rows, q_eps, NORMS[0])
     qf = channels_of(heads, rows, turns_f, q_weight, root, q_offset, FIRST, NORMS[0], TURN[2])
     qr = channels_of(rest, rows, turns_r, q_weight, root, q_offset, D, NORMS[0], TURN[3])
-    if log_decay is not None:  # it is in memory before the loop ends
+    if log_decay is not None:  # before the loop, so that its end does not wait for memory
         last = decays_after(log_decay, tokens, stop, real & (stop > first), b * R, R, g_row, head)
     if ROWS == 1:
         # each token of a block has separate sums, added up at the end: no thread waits for others in the loop
@@ -367,7 +367,7 @@ def forward(a: TokenAttention) -> Tensor:
     (q, q_row), *entries = (strided(x) for x in (a.q, *a.new[:2]))
     g_new, g_new_row = (None, 0) if log_decay is None else (a.new[2], a.new[2].stride(0))
     strides = k.stride(1), v.stride(1), 0 if log_decay is None else log_decay.stride(1)
-    q_norm, k_norm, _, turn, bias, gate, rest = a.ops or AttentionOps()
+    q_norm, k_norm, _, turn, bias, gate, rest = a.cache.ops or AttentionOps()
     rest_strides = (0, 0) if rest is None else (rest.stride(0), rest.stride(2))
     norms = [HeadNorm(0, None, 0.0) if norm is None else norm for norm in (q_norm, k_norm)]
     weights = [None if norm.weight is None else norm.weight.contiguous() for norm in norms]
