@@ -12,6 +12,7 @@ from torch.nn.functional import logsigmoid
 
 import kernels
 from kernels import AttentionOps, HeadNorm, KeyCache, Turn
+from kernels.window_attention import token
 
 from .places import PLACES
 
@@ -385,9 +386,13 @@ def test_norms_positions_decays_and_gates_in_the_same_launches(name: str, device
                 b["v"] = b["k"][..., : case.V]
 
 
-@pytest.mark.parametrize("why", ["another dtype", "values alone", "a query in two places", "autocast", "deterministic"])
-def test_what_the_launches_do_not_compute_comes_before_and_after_them(why: str):
+@pytest.mark.parametrize(
+    "why", ["another dtype", "values alone", "a query in two places", "many rows", "autocast", "deterministic"]
+)
+def test_what_the_launches_do_not_compute_comes_before_and_after_them(why: str, monkeypatch: pytest.MonkeyPatch):
     a, b = with_ops("96"), with_ops("96")
+    if why == "many rows":
+        monkeypatch.setattr(token, "MOST_TURNED", 1)
     for x in (a, b):
         cache, ops = x["cache"], x["cache"].ops
         if why == "another dtype":
