@@ -104,7 +104,7 @@ class RMSNorm(SimpleRMSNorm):
         return self.weight
 
     def head_norm(self) -> kernels.HeadNorm | None:
-        return kernels.HeadNorm(self.size, self.weight, self.eps, self.offset) if self.fused_token else None
+        return kernels.HeadNorm(len(self.weight), self.weight, self.eps, self.offset) if self.fused_token else None
 
 
 class ZeroCentredRMSNorm(RMSNorm):

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 import kernels
 from kernels.core.elementwise import sigmoid, tanh
 from mixers import Projection, projection
-from mixers.projection import Linear, LowRankLinear, OrthogonalLinear, mapped
+from mixers.projection import Linear, LowRankLinear, OrthogonalLinear, adjacent, mapped
 
 WIDTHS = {"q": 4, "k": 4, "v": 10}
 
@@ -25,6 +25,14 @@ def test_outputs_are_those_of_separate_maps(bias: bool):
 def test_outputs_are_views_of_one_product():
     q, k, v = Projection(6, WIDTHS)(torch.randn(2, 3, 6))
     assert q.untyped_storage().data_ptr() == k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr()
+
+
+def test_adjacent_columns_are_joined_without_a_copy():
+    q, k, v = Projection(6, WIDTHS)(torch.randn(2, 1, 6))
+    for x, y, view in ((q, k, True), (k, v, True), (q, v, False), (k, q, False), (q, k.clone(), False)):
+        joined = adjacent(x, y)
+        assert torch.equal(joined, torch.cat([x, y], -1))
+        assert (joined.data_ptr() == x.data_ptr()) == view
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -368,6 +368,7 @@ def forward(a: TokenAttention) -> Tensor:
     g_new, g_new_row = (None, 0) if log_decay is None else (a.new[2], a.new[2].stride(0))
     strides = k.stride(1), v.stride(1), 0 if log_decay is None else log_decay.stride(1)
     q_norm, k_norm, _, turn, bias, gate, rest = a.cache.ops or AttentionOps()
+    bias = None if bias is None else bias.contiguous()
     rest_strides = (0, 0) if rest is None else (rest.stride(0), rest.stride(2))
     norms = [HeadNorm(0, None, 0.0) if norm is None else norm for norm in (q_norm, k_norm)]
     weights = [None if norm.weight is None else norm.weight.contiguous() for norm in norms]
