@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import kernels
 from kernels.delta_gates import channel_decay, strength
+from kernels.trapezoid_token import trapezoid
 
 from .arguments import check_numbers, check_sizes
 from .fusion import Fusable
@@ -167,6 +168,33 @@ class Strength(KeepsFp32, Fusable):
     def forward(self, b: Tensor) -> Tensor:
         """b [...,size] → β, the same shape, at least fp32."""
         return strength(b, self.bias, self.most)
+
+
+class Trapezoid(KeepsFp32, Fusable):
+    """The trapezoidal rule with data-dependent step dt, rate A and weight λ, in at least fp32.
+
+    dt = softplus(a + dt_bias) starts log-uniform in [1e-3, 0.1]. A = 1 + r for r ≥ 0 and 1 / (1 − r) below, at least
+    1e-4. λ = σ(w) is the share of a step that the current token gets; the previous one gets the rest.
+
+    Args:
+        size: Number of recurrences.
+    """
+
+    no_weight_decay = keep_fp32 = ("dt_bias",)
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.dt_bias = nn.Parameter(torch.empty(size))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        if not self.dt_bias.is_meta:
+            start_steps(self.dt_bias)
+
+    def forward(self, a: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return log_decay −A·dt, dt and λ of raw a, r and w [B,T,size], each in that shape."""
+        return trapezoid(a, r, w, self.dt_bias)
 
 
 class ConstantDecay(nn.Module):

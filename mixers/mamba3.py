@@ -10,46 +10,17 @@ from kernels.core.elementwise import tanh
 from kernels.rotation import rotation
 from kernels.skip_readout import own_shares, skip_readout
 from kernels.trapezoid_token import Carried as CarriedToken
-from kernels.trapezoid_token import Columns, Weights, trapezoid, trapezoid_token
+from kernels.trapezoid_token import Columns, Weights, trapezoid_token
 
 from .angles import cumulative_angles
 from .arguments import check_numbers, check_sizes
 from .base import Carried, LinearMixer, LinearState, Site, Streams, checked_site
 from .context_parallel import ContextParallel
-from .decay import start_steps
-from .fusion import Fusable
+from .decay import Trapezoid
 from .norm import GateOnly, Output, RMSNorm
-from .precision import KeepsFp32
 from .projection import OutputProjection, Projection, split_heads
 from .registry import register
 from .shift import check_sequences, recomputed_shift, shifted_beside
-
-
-class Trapezoid(KeepsFp32, Fusable):
-    """The trapezoidal rule with data-dependent step dt, rate A and weight λ, in at least fp32.
-
-    dt = softplus(a + dt_bias) starts log-uniform in [1e-3, 0.1]. A = 1 + r for r ≥ 0 and 1 / (1 − r) below, at least
-    1e-4. λ = σ(w) is the share of a step that the current token gets; the previous one gets the rest.
-
-    Args:
-        size: Number of recurrences.
-    """
-
-    no_weight_decay = keep_fp32 = ("dt_bias",)
-
-    def __init__(self, size: int):
-        super().__init__()
-        self.dt_bias = nn.Parameter(torch.empty(size))
-        self.reset_parameters()
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        if not self.dt_bias.is_meta:
-            start_steps(self.dt_bias)
-
-    def forward(self, a: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return log_decay −A·dt, dt and λ of raw a, r and w [B,T,size], each in that shape."""
-        return trapezoid(a, r, w, self.dt_bias)
 
 
 @register(

@@ -15,6 +15,7 @@ from .base import Carried, LinearMixer, Site, Streams, checked_site
 from .context_parallel import ContextParallel
 from .features import Features
 from .fusion import Fusable
+from .norm import HeadLayerNorm
 from .precision import KeepsFp32
 from .projection import OutputProjection, Projection, split_heads
 from .registry import register
@@ -54,31 +55,6 @@ class CappedGates(KeepsFp32, Fusable):
         """Raw gates [B,T,size] → bounded ones, the same shape."""
         i, f = kernels.at_least_fp32(i) + self.input_bias, kernels.at_least_fp32(f) + self.forget_bias
         return soft_cap(i, self.cap), soft_cap(f, self.cap)
-
-
-class HeadLayerNorm(KeepsFp32, Fusable):
-    """LayerNorm(o) · weight · σ(gate), each head normalised separately, with a weight for each channel of each head.
-
-    Args:
-        heads: Number of heads.
-        size: Size of a head.
-        eps: Added inside the root.
-    """
-
-    keep_fp32 = ("weight",)
-
-    def __init__(self, heads: int, size: int, eps: float):
-        super().__init__()
-        self.eps, self.weight = eps, nn.Parameter(torch.empty(heads * size))  # a vector, as Muon takes matrices
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.ones_(self.weight)
-
-    def forward(self, o: Tensor, gate: Tensor | None) -> Tensor:
-        assert gate is not None
-        normed = F.layer_norm(kernels.at_least_fp32(o), o.shape[-1:], eps=self.eps) * self.weight.view(o.shape[-2:])
-        return (normed * sigmoid(kernels.at_least_fp32(gate))).to(gate.dtype)
 
 
 @register(

@@ -3,10 +3,11 @@
 from typing import ClassVar, overload
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kernels
-from kernels.core.elementwise import silu
+from kernels.core.elementwise import sigmoid, silu
 from kernels.core.recompute import remake
 from kernels.norm import add_layer_norm, layer_norm
 
@@ -184,6 +185,31 @@ class HeadNorm(KeepsFp32):
     def reset_parameters(self) -> None:
         nn.init.constant_(self.weight, self.start)
         nn.init.zeros_(self.bias)
+
+
+class HeadLayerNorm(KeepsFp32, Fusable):
+    """LayerNorm(o) · weight · σ(gate), each head normalised separately, with a weight for each channel of each head.
+
+    Args:
+        heads: Number of heads.
+        size: Size of a head.
+        eps: Added inside the root.
+    """
+
+    keep_fp32 = ("weight",)
+
+    def __init__(self, heads: int, size: int, eps: float):
+        super().__init__()
+        self.eps, self.weight = eps, nn.Parameter(torch.empty(heads * size))  # a vector, as Muon takes matrices
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+
+    def forward(self, o: Tensor, gate: Tensor | None) -> Tensor:
+        assert gate is not None
+        normed = F.layer_norm(kernels.at_least_fp32(o), o.shape[-1:], eps=self.eps) * self.weight.view(o.shape[-2:])
+        return (normed * sigmoid(kernels.at_least_fp32(gate))).to(gate.dtype)
 
 
 class Output(KeepsFp32):

@@ -4,8 +4,7 @@ import math
 
 import torch
 
-from mixers.decay import Mamba2Discretisation
-from mixers.mamba3 import Trapezoid
+from mixers.decay import Mamba2Discretisation, Trapezoid
 
 
 class UnscaledSteps(Mamba2Discretisation):

@@ -31,12 +31,11 @@ from mixers import (
     YarnRotary,
 )
 from mixers.base import Streams
-from mixers.decay import BoundedChannelDecay, ChannelDecay, Strength
+from mixers.decay import BoundedChannelDecay, ChannelDecay, Strength, Trapezoid
 from mixers.fusion import Fusable
 from mixers.hgrn2 import LowerBounds
-from mixers.mamba3 import Trapezoid
-from mixers.mlstm import CappedGates, HeadLayerNorm
-from mixers.norm import Output, SigmoidGatedRMSNorm, ZeroCentredRMSNorm
+from mixers.mlstm import CappedGates
+from mixers.norm import HeadLayerNorm, Output, SigmoidGatedRMSNorm, ZeroCentredRMSNorm
 
 from .variants import CAUSAL, Factory
 

@@ -13,7 +13,7 @@ import kernels
 import mixers
 from mixers import Expanded, GatedRMSNorm, GateOnly, Mamba3, Site
 from mixers.angles import cumulative_angles
-from mixers.mamba3 import Trapezoid
+from mixers.decay import Trapezoid
 
 from .finite_differences import check_against_formula, sigmoid
 from .test_parity import shaken
