@@ -38,7 +38,7 @@ from .linear.columns import split_columns
 from .linear_cross_entropy import linear_cross_entropy, linear_token_losses
 from .linear_kl import linear_kl
 from .linear_recurrence import linear_recurrence
-from .norm import GatedNorm, HeadNorm, add_rms_norm, gated_rms_norm, rms_norm
+from .norm import GatedNorm, QKNorm, add_rms_norm, gated_rms_norm, rms_norm
 from .precondition import precondition
 from .recurrence_token import (
     CappedGates,
@@ -72,9 +72,9 @@ __all__ = [
     "Feedback",
     "GateInputs",
     "GatedNorm",
-    "HeadNorm",
     "KeyCache",
     "Option",
+    "QKNorm",
     "Strength",
     "TiedGates",
     "TokenOps",

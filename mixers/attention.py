@@ -19,7 +19,7 @@ from .context_parallel import ContextParallel
 from .features import FeaturePath, Features, Rotary, alike, together
 from .heads import HeadMap, attention_maps
 from .key_cache import attend, attend_to_cache, takes_ops
-from .norm import RMSNorm, head_norms
+from .norm import RMSNorm, qk_norms
 from .projection import OutputProjection, Projection, split_heads
 from .registry import register
 from .state import History, Position, SlottedCache
@@ -158,7 +158,7 @@ class SoftmaxAttention(TokenMixer):
             return None
         if any(replace(path.spec, map=None) != Features() for path in paths):
             return None
-        norms = head_norms(self.q_norm, self.k_norm) if self.qk_norm_over == "head" else (None, None)
+        norms = qk_norms(self.q_norm, self.k_norm) if self.qk_norm_over == "head" else (None, None)
         return kernels.AttentionOps(*norms, turn=turn, gate=gate)
 
     def _normed(self, x: Tensor, norm: RMSNorm | None) -> Tensor:

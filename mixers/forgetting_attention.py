@@ -15,7 +15,7 @@ from .base import Site, TokenMixer, checked_input, checked_site, dense_flops, po
 from .context_parallel import ContextParallel
 from .heads import HeadMap, attention_maps
 from .key_cache import attend, attend_to_cache, takes_ops
-from .norm import Output, RMSNorm, head_norms
+from .norm import Output, RMSNorm, qk_norms
 from .projection import OutputProjection, Projection, split_heads
 from .registry import register
 from .shift import shifted
@@ -123,7 +123,7 @@ class ForgettingAttention(TokenMixer):
         q = split_heads(streams["q"], self.num_heads)
         log_decay, ops, after = streams["f"], None, None
         if state is not None and takes_ops(self.attention, state.k):
-            ops = kernels.AttentionOps(*head_norms(self.q_norm, self.k_norm), decay_bias=self.f_bias)
+            ops = kernels.AttentionOps(*qk_norms(self.q_norm, self.k_norm), decay_bias=self.f_bias)
         if ops is None or ops.q_norm is None:
             q, k = (x if norm is None else norm(x) for x, norm in ((q, self.q_norm), (k, self.k_norm)))
         if ops is None:

@@ -16,7 +16,7 @@ from .base import Site, TokenMixer, checked_input, checked_site, dense_flops, po
 from .context_parallel import ContextParallel
 from .features import Rotary
 from .key_cache import attend, attend_to_cache, takes_ops
-from .norm import RMSNorm, head_norms
+from .norm import RMSNorm, qk_norms
 from .projection import Linear, OutputProjection, Projection, adjacent, head_products, split_heads
 from .registry import register
 from .state import Position, SlottedCache
@@ -130,7 +130,7 @@ class MultiheadLatentAttention(TokenMixer):
 
     def _token_ops(self, q: Tensor, state: LatentState, gate: Tensor | None) -> kernels.AttentionOps | None:
         """Return norm, positions and gate of a token as arguments of attention; a gate per head may precede W_v."""
-        norm, _ = head_norms(self.latent_norm, self.latent_norm)
+        norm, _ = qk_norms(self.latent_norm, self.latent_norm)
         rotary, rest = self.rotary, q[..., self.head_dim :] if self.rope_dim else None
         turn = None if rotary is None else rotary.turn(q, state.position, last=True)
         fits = takes_ops(self.attention, state.latent) and q.dtype == self.kv_up.weight.dtype

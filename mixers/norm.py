@@ -45,7 +45,7 @@ class Norm(KeepsFp32):
         total = x + y
         return total, self.normed(total)
 
-    def head_norm(self) -> kernels.HeadNorm | None:
+    def qk_norm(self) -> kernels.QKNorm | None:
         """Return the norm as an argument of a kernel; None if it cannot be."""
         return None
 
@@ -70,8 +70,8 @@ class SimpleRMSNorm(Norm, Fusable):
         """Factor of each channel [size]; None for 1."""
         return None
 
-    def head_norm(self) -> kernels.HeadNorm | None:
-        return kernels.HeadNorm(self.size, None, self.eps) if self.fused_token else None
+    def qk_norm(self) -> kernels.QKNorm | None:
+        return kernels.QKNorm(self.size, None, self.eps) if self.fused_token else None
 
     def normed(self, x: Tensor) -> Tensor:
         return kernels.rms_norm(x, self.scale, self.eps)
@@ -104,8 +104,8 @@ class RMSNorm(SimpleRMSNorm):
     def scale(self) -> Tensor:
         return self.weight
 
-    def head_norm(self) -> kernels.HeadNorm | None:
-        return kernels.HeadNorm(len(self.weight), self.weight, self.eps, self.offset) if self.fused_token else None
+    def qk_norm(self) -> kernels.QKNorm | None:
+        return kernels.QKNorm(len(self.weight), self.weight, self.eps, self.offset) if self.fused_token else None
 
 
 class ZeroCentredRMSNorm(RMSNorm):
@@ -127,9 +127,9 @@ class ZeroCentredRMSNorm(RMSNorm):
         return self.offset + self.weight
 
 
-def head_norms(q: nn.Module | None, k: nn.Module | None) -> tuple[kernels.HeadNorm | None, kernels.HeadNorm | None]:
+def qk_norms(q: nn.Module | None, k: nn.Module | None) -> tuple[kernels.QKNorm | None, kernels.QKNorm | None]:
     """Return two norms as arguments of a kernel; None for both if one of them cannot be, or there is none."""
-    q_norm, k_norm = (norm.head_norm() if isinstance(norm, Norm) else None for norm in (q, k))
+    q_norm, k_norm = (norm.qk_norm() if isinstance(norm, Norm) else None for norm in (q, k))
     return (None, None) if q_norm is None or k_norm is None else (q_norm, k_norm)
 
 

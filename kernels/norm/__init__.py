@@ -43,8 +43,8 @@ class GatedNorm(NamedTuple):
     activation: Literal["silu", "sigmoid"] = "silu"
 
 
-class HeadNorm(NamedTuple):
-    """The arguments of `rms_norm` for the first channels of each head, as other ops take them."""
+class QKNorm(NamedTuple):
+    """The arguments of `rms_norm` for the first channels of a query or key, as other ops take them."""
 
     size: int  # of these channels
     weight: Tensor | None  # [size]

@@ -19,7 +19,7 @@ from ..core.backend import Op
 from ..core.deterministic import is_deterministic
 from ..core.tensors import check_tensors
 from ..forget_gate import forget_gate
-from ..norm import HeadNorm
+from ..norm import QKNorm
 from ..rotary import Turn, rotary
 from . import candidates, reference
 from .arguments import Attention
@@ -33,9 +33,9 @@ MOST_TURNED = 8
 class AttentionOps(NamedTuple):
     """Operations on one token before and after it attends, in the order of the fields."""
 
-    q_norm: HeadNorm | None = None  # of the query heads
-    k_norm: HeadNorm | None = None  # of the new key
-    v_norm: HeadNorm | None = None  # of the new value; `k_norm` if the values are the first channels of the keys
+    q_norm: QKNorm | None = None  # of the query heads
+    k_norm: QKNorm | None = None  # of the new key
+    v_norm: QKNorm | None = None  # of the new value; `k_norm` if the values are the first channels of the keys
     turn: Turn | None = None  # positions of the query and the new key: pairs that turn
     decay_bias: Tensor | None = None  # [H]: log_decay has raw gates, and becomes `forget_gate(log_decay, decay_bias)`
     gate: Tensor | None = None  # per head [B,1,H] or channel [B,1,H·V]: the output becomes σ(gate) · o

@@ -116,7 +116,7 @@ def token_attention(
     k, v, *decays = (torch.zeros(2, 4096, *shape, dtype=dtype) for name, shape in shapes.items() if name != "q")
     entries, seen, ops = (k, v if heads > 1 else k[..., :V], *decays), torch.zeros(2, dtype=torch.int64), None
     if fused:
-        norm = kernels.HeadNorm(D if heads > 1 else V, torch.ones(D if heads > 1 else V), 1e-6)
+        norm = kernels.QKNorm(D if heads > 1 else V, torch.ones(D if heads > 1 else V), 1e-6)
         turn = kernels.Turn(seen, torch.ones(D // 2 if heads > 1 else (D - V) // 2), last=heads == 1)
         bias, gate = torch.zeros(H) if decay else None, torch.zeros(2, 1, H if decay else H * V, dtype=dtype)
         others = (norm, norm, None, turn) if heads > 1 else (None, norm, norm, turn)

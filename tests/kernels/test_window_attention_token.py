@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 import kernels
-from kernels import AttentionOps, HeadNorm, KeyCache, Turn
+from kernels import AttentionOps, KeyCache, QKNorm, Turn
 from kernels.window_attention import token
 
 from .places import PLACES
@@ -295,9 +295,9 @@ def with_ops(name: str, device: str = "cpu") -> dict[str, Any]:
     def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.randn(shape, generator=generator).to(device, dtype)
 
-    def norm(size: int) -> HeadNorm:
+    def norm(size: int) -> QKNorm:
         offset, eps = sizes.norm
-        return HeadNorm(size, None if sizes.weightless else 1 - offset + 0.3 * draw(size), eps, offset)
+        return QKNorm(size, None if sizes.weightless else 1 - offset + 0.3 * draw(size), eps, offset)
 
     ops = AttentionOps()
     if sizes.norm:
@@ -326,7 +326,7 @@ def one_after_another(a: dict[str, Any]) -> dict[str, Any]:
     if ops.q_rest is not None:
         q = torch.cat([q[..., : -ops.q_rest.shape[3]], ops.q_rest], -1)
 
-    def normed(x: Tensor, norm: HeadNorm | None) -> Tensor:
+    def normed(x: Tensor, norm: QKNorm | None) -> Tensor:
         if norm is None:
             return x
         y, rest = x[..., : norm.size].float(), x[..., norm.size :]
@@ -398,7 +398,7 @@ def test_what_the_launches_do_not_compute_comes_before_and_after_them(why: str, 
         if why == "another dtype":
             cache = cache._replace(entries=tuple(entry.bfloat16() for entry in cache.entries))
         if why == "values alone":
-            ops = ops._replace(v_norm=HeadNorm(64, None, 1e-6))
+            ops = ops._replace(v_norm=QKNorm(64, None, 1e-6))
         if why == "a query in two places":
             ops = ops._replace(q_rest=x["q"][..., -5:].clone())
             x["q"] = torch.cat([x["q"][..., :-5], torch.full_like(x["q"][..., -5:], math.nan)], -1)
@@ -444,13 +444,11 @@ MISFITS: dict[str, Callable[[dict[str, Any]], object]] = {
 
 
 MISFITS_OF_OPS: dict[str, Callable[[AttentionOps], AttentionOps]] = {
-    "q_norm: expected 1 to 96 channels, and a weight for each": lambda ops: ops._replace(
-        q_norm=HeadNorm(97, None, 1e-6)
-    ),
+    "q_norm: expected 1 to 96 channels, and a weight for each": lambda ops: ops._replace(q_norm=QKNorm(97, None, 1e-6)),
     "k_norm: expected 1 to 96 channels, and a weight for each": lambda ops: ops._replace(
-        k_norm=HeadNorm(96, torch.ones(95), 1e-6)
+        k_norm=QKNorm(96, torch.ones(95), 1e-6)
     ),
-    "v_norm: expected 1 to 64 channels": lambda ops: ops._replace(v_norm=HeadNorm(96, None, 1e-6)),
+    "v_norm: expected 1 to 64 channels": lambda ops: ops._replace(v_norm=QKNorm(96, None, 1e-6)),
     r"turn: expected positions \[2\] and rates of 1 to 48 pairs": lambda ops: ops._replace(
         turn=ops.turn._replace(rates=torch.zeros(49))
     ),
@@ -490,7 +488,7 @@ def test_there_are_no_gradients():
     a = arguments(Case())
     with pytest.raises(ValueError, match=r"^cache: is written in place, and has no gradients"):
         kernels.window_attention(**a | {"q": a["q"].requires_grad_()})
-    ops = AttentionOps(q_norm=HeadNorm(8, torch.ones(8, requires_grad=True), 1e-6))
+    ops = AttentionOps(q_norm=QKNorm(8, torch.ones(8, requires_grad=True), 1e-6))
     with pytest.raises(ValueError, match=r"^cache: is written in place, and has no gradients"):
         kernels.window_attention(**a | {"cache": a["cache"]._replace(ops=ops)})
 

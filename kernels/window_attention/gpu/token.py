@@ -24,7 +24,7 @@ from ...gpu.launch import cdiv, enqueue, next_power_of_2
 from ...gpu.overlap import prefetch, wait
 from ...gpu.rows import load, rows_of
 from ...gpu.tiles import LOG2E, exp2, factor_dtype, load_tile, sigmoid
-from ...norm import HeadNorm
+from ...norm import QKNorm
 from ...norm.gpu.op import strided
 from ..token import AttentionOps, TokenAttention
 from .decays import LEAST
@@ -370,7 +370,7 @@ def forward(a: TokenAttention) -> Tensor:
     q_norm, k_norm, _, turn, bias, gate, rest = a.cache.ops or AttentionOps()
     bias = None if bias is None else bias.contiguous()
     rest_strides = (0, 0) if rest is None else (rest.stride(0), rest.stride(2))
-    norms = [HeadNorm(0, None, 0.0) if norm is None else norm for norm in (q_norm, k_norm)]
+    norms = [QKNorm(0, None, 0.0) if norm is None else norm for norm in (q_norm, k_norm)]
     weights = [None if norm.weight is None else norm.weight.contiguous() for norm in norms]
     numbers = [(float(norm.eps), 1.0 if norm.weight is None else float(norm.offset)) for norm in norms]
     positions, rates, amplitude, turned = None, None, 1.0, (0, 0, False, False)
