@@ -169,8 +169,8 @@ def calls(architecture: int) -> Iterator[Callable[[], None]]:
             call = partial(recurrence, name, dtypes[itemsize], size)
             for gate in gates:
                 yield partial(call, gate)
+                yield partial(call, gate, T=1)
             yield partial(call, gates[-1], documents=[0, 70, 200])
-            yield partial(call, gates[-1], T=1)
             yield partial(call, gates[-1], E=2)
     for size in (64, 128, 256):
         yield from (partial(decayed_attention, size, documents) for documents in (None, [0, 70, 200]))

@@ -12,12 +12,26 @@ from .ahead import SHARED_MEMORY
 
 # kernels that start before the one in front of them has finished; all of them wait before they touch memory
 OVERLAPPING = {
+    "kernels.activation_gate.gpu.op.multiply",
+    "kernels.bonus_readout.gpu.op.read",
+    "kernels.delta_rule.gpu.general.step.advance",
     "kernels.delta_rule.gpu.step.advance",
-    "kernels.delta_rule.gpu.token.advance_token",
+    "kernels.erase_gates.gpu.op.erase_gates_forward",
+    "kernels.features.gpu.kernels.forward",
     "kernels.features.gpu.token.tokens",
+    "kernels.forget_gate.gpu.low_rank.low_rank_forward",
+    "kernels.forget_gate.gpu.op.forget_forward",
     "kernels.linear.gpu.op.linear_rows",
+    "kernels.linear.gpu.op.linear_several",
     "kernels.linear.gpu.op.linear_tile",
+    "kernels.linear_recurrence.gpu.step.advance",
     "kernels.norm.gpu.kernels.forward",
+    "kernels.recurrence_token.gpu.op.advance_token",
+    "kernels.selective_scan.gpu.chunks.walk",
+    "kernels.skip_readout.gpu.op.read",
+    "kernels.token_shift.gpu.op.mix",
+    "kernels.trapezoid_token.gpu.op.advance_token",
+    "kernels.value_decay_recurrence.gpu.op.advance",
     "kernels.window_attention.gpu.token.add_newest",
     "kernels.window_attention.gpu.token.attend_to_part",
 }
