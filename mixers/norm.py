@@ -102,7 +102,7 @@ class RMSNorm(SimpleRMSNorm):
 
     @property
     def scale(self) -> Tensor:
-        return self.weight
+        return self.offset + self.weight if self.offset else self.weight
 
     def qk_norm(self) -> kernels.QKNorm | None:
         return kernels.QKNorm(len(self.weight), self.weight, self.eps, self.offset) if self.fused_token else None
@@ -116,15 +116,10 @@ class ZeroCentredRMSNorm(RMSNorm):
         eps: Added inside the root.
     """
 
-    fused_token = True
     offset = 1.0
 
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.weight)
-
-    @property
-    def scale(self) -> Tensor:
-        return self.offset + self.weight
 
 
 def qk_norms(q: nn.Module | None, k: nn.Module | None) -> tuple[kernels.QKNorm | None, kernels.QKNorm | None]:

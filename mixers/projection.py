@@ -33,6 +33,7 @@ def lacking(x: Tensor, columns: int) -> int:
 def adjacent(x: Tensor, y: Tensor) -> Tensor:
     """x [B,T,N] and y [B,T,M] side by side; a view if they are columns of a product, next to each other."""
     columns = x.shape[:2] == y.shape[:2] and x.stride() == y.stride() and x.stride(2) == 1
+    columns = columns and x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
     if columns and y.data_ptr() == x.data_ptr() + x.shape[2] * x.element_size():
         return x.as_strided((*x.shape[:2], x.shape[2] + y.shape[2]), x.stride())
     return torch.cat([x, y], -1)

@@ -31,6 +31,21 @@ def test_gated_deltanet_has_it_in_its_output():
     assert outputs(mixer).abs().max() < 1e-4
 
 
+class HalfCentred(mixers.RMSNorm):
+    """A norm whose weight is centred elsewhere."""
+
+    offset = 0.5
+
+
+@pytest.mark.parametrize(("norm", "first"), [(mixers.RMSNorm, 0), (mixers.ZeroCentredRMSNorm, 1), (HalfCentred, 0.5)])
+def test_a_norm_as_an_argument_of_a_kernel_is_the_same(norm: type[mixers.RMSNorm], first: float):
+    layer, x = norm(16, 1e-3), torch.randn(3, 16)
+    of_kernel = layer.qk_norm()
+    assert of_kernel is not None
+    assert of_kernel.offset == first
+    assert torch.equal(of_kernel(x), layer(x))
+
+
 @pytest.mark.parametrize(("norm", "first"), [(mixers.RMSNorm, 0), (mixers.ZeroCentredRMSNorm, 1)])
 def test_norms_are_the_formula(norm: type[mixers.RMSNorm], first: int):
     layer, (x, y, dy) = norm(16, 1e-3), torch.randn(3, 5, 16)

@@ -35,6 +35,12 @@ def test_adjacent_columns_are_joined_without_a_copy():
         assert (joined.data_ptr() == x.data_ptr()) == view
 
 
+def test_neighbours_in_memory_that_are_no_columns_of_a_product_are_copied():
+    memory = bytearray(64)
+    x, y = (torch.frombuffer(memory, dtype=torch.float32, offset=at, count=8).view(1, 1, 8) for at in (0, 32))
+    assert torch.equal(adjacent(x, y), torch.cat([x, y], -1))
+
+
 @pytest.mark.parametrize("bias", [False, True])
 def test_columns_that_a_product_lacks_change_nothing(bias: bool, monkeypatch: pytest.MonkeyPatch):
     module, x = Projection(6, WIDTHS, bias=bias), torch.randn(2, 3, 6, requires_grad=True)

@@ -365,7 +365,7 @@ def forward(a: TokenAttention) -> Tensor:
     sums, about = (new(a.q, B, H, how.splits, size, dtype=torch.float32) for size in (V, 4))
     o = new(a.q, B, 1, H, V)
     (q, q_row), *entries = (strided(x) for x in (a.q, *a.new[:2]))
-    g_new, g_new_row = (None, 0) if log_decay is None else (a.new[2], a.new[2].stride(0))
+    g_new, _, g_new_row = (None, 0, 0) if log_decay is None else rows_of(a.new[2])
     strides = k.stride(1), v.stride(1), 0 if log_decay is None else log_decay.stride(1)
     q_norm, k_norm, _, turn, bias, gate, rest = a.cache.ops or AttentionOps()
     bias = None if bias is None else bias.contiguous()
