@@ -152,10 +152,11 @@ class Mamba3(LinearMixer):
         return self.num_heads
 
     def one_token(self, s: Streams, state: LinearState) -> tuple[Tensor, LinearState] | None:
-        eps, norms = self.q_norm.eps, (self.q_norm, self.k_norm)
-        if self.q_expand is not None or self.scale != 1 or not self.decay.fused:
+        if self.q_expand is not None or self.scale != 1:
             return None
-        if any(type(norm) is not RMSNorm or norm.eps != eps for norm in norms):
+        if not (isinstance(self.decay, Trapezoid) and self.decay.fused):
+            return None
+        if any(type(norm) is not RMSNorm for norm in (self.q_norm, self.k_norm)) or self.q_norm.eps != self.k_norm.eps:
             return None
         assert s.beta is not None
         assert s.log_decay is not None
@@ -164,7 +165,9 @@ class Mamba3(LinearMixer):
         of_norms = self.q_norm.weight, self.k_norm.weight
         weights = Weights(*of_norms, self.q_bias, self.k_bias, self.decay.dt_bias, self.D)
         carried = CarriedToken(*state.carried)
-        y, carried, matrix = trapezoid_token(columns, weights, carried, state.matrix, eps=eps, consume_state=True)
+        y, carried, matrix = trapezoid_token(
+            columns, weights, carried, state.matrix, eps=self.q_norm.eps, consume_state=True
+        )
         return self._projected_output(y, z), state._replace(matrix=matrix, carried=tuple(carried))
 
     @property

@@ -167,7 +167,8 @@ class MLSTM(LinearMixer):
     def token_ops(self, s: Streams) -> kernels.TokenOps | None:
         assert s.beta is not None
         assert s.log_decay is not None
-        if not (self.gate.fused and self.o_norm.fused):
+        parts = ((self.gate, CappedGates), (self.o_norm, HeadLayerNorm))
+        if not all(isinstance(part, kind) and part.fused for part, kind in parts):
             return None
         biases = self.gate.forget_bias, self.gate.input_bias
         decay = kernels.CappedGates(s.log_decay, s.beta, *biases, self.gate.cap, self.stabilised)

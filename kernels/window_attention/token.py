@@ -25,8 +25,8 @@ from . import candidates, reference
 from .arguments import Attention
 
 LARGEST_KEY, LARGEST_VALUE = 1024, 512  # of the Triton kernels, which hold a query and an output in registers
-# Rows of whose queries the launches of attention compute positions, for every part of the cache: for 64 rows that takes
-# 9 µs longer than a launch of `rotary` before them.
+# With more rows, norms and positions get launches of their own. The launches of attention repeat them for each part of
+# the cache, which takes 9 µs longer for 64 rows.
 MOST_TURNED = 8
 
 
@@ -105,9 +105,12 @@ def check_cache(a: Attention, window_size: int | None, cache: KeyCache, scale: f
         x.requires_grad for x in (a.q, *new, *(cache.ops.tensors() if cache.ops else ()))
     ):
         raise ValueError("cache: is written in place, and has no gradients; use torch.no_grad()")
+    call = TokenAttention(a.q, new, cache, size if window_size is None else min(window_size, size), a.scale)
     if cache.ops is not None:
         check_ops(a, cache.ops, scale)
-    return TokenAttention(a.q, new, cache, size if window_size is None else min(window_size, size), a.scale)
+        if call.shared:
+            check_shared(cache.ops, a.q.shape[3], a.v.shape[3])
+    return call
 
 
 def check_ops(a: Attention, ops: AttentionOps, scale: float | None) -> None:
@@ -138,30 +141,48 @@ def check_ops(a: Attention, ops: AttentionOps, scale: float | None) -> None:
         raise ValueError(f"cache.ops.gate: expected [{B},1,{H}] or [{B},1,{H * V}], got shape {tuple(ops.gate.shape)}")
 
 
-def in_launches(a: TokenAttention, ops: AttentionOps) -> bool:
-    """Return whether the launches of attention also compute `ops`: neither casts, nor norms of values alone."""
-    q_norm, k_norm, v_norm, turn, *_, rest = ops
+def check_shared(ops: AttentionOps, D: int, V: int) -> None:
+    """Check `ops` where the values are the first V of the D channels of the keys, which are stored once.
+
+    Raises:
+        ValueError: Keys and values would differ; the message starts with "cache.ops".
+    """
+    if ops.k_norm is not ops.v_norm:
+        raise ValueError("cache.ops.v_norm: must be k_norm, as the values are the first channels of the keys")
+    if ops.turn is not None and (not ops.turn.last or D - 2 * len(ops.turn.rates) < V):
+        raise ValueError(f"cache.ops.turn: must not turn the first {V} channels of the keys, which are the values")
+
+
+def launched(a: TokenAttention, ops: AttentionOps) -> AttentionOps | None:
+    """Return those of `ops` that the launches of attention compute, or None: no casts, nor norms of values alone."""
+    q_norm, k_norm, v_norm, turn, bias, gate, rest = ops
     tensors, raw = [a.q, *a.new, *ops.tensors()], {x.dtype for x in (a.q, *a.new[:2], a.q if rest is None else rest)}
     if not plain(tensors) or is_deterministic() or autocast_dtype(a.q.device) is not None:
-        return False
-    if turn is not None and rest is None and len(a.q) > MOST_TURNED:
-        return False
+        return None
+    if OP.backend(a.q, a) != "triton":
+        return None
     fits = v_norm is (k_norm if a.shared else None)  # such values are written as part of the keys
     if rest is not None:  # neither the norm nor a pair has channels of both parts
         fits &= a.shared and q_norm is None and rest.shape[3] == a.q.shape[3] - a.new[1].shape[3]
         fits &= rest.stride(3) == 1 and (turn is None or (turn.last and 2 * len(turn.rates) <= rest.shape[3]))
-    return fits and raw == {a.cache.entries[0].dtype} and torch.float64 not in {x.dtype for x in tensors}
+    if not fits or raw != {a.cache.entries[0].dtype} or torch.float64 in {x.dtype for x in tensors}:
+        return None
+    many = turn is not None and rest is None and len(a.q) > MOST_TURNED
+    return AttentionOps(decay_bias=bias, gate=gate) if many else ops
 
 
-def prepared(a: TokenAttention, ops: AttentionOps) -> TokenAttention:
-    """Apply the norms, positions and decays of `ops` to the arguments, one after another."""
+def prepared(a: TokenAttention, ops: AttentionOps, left: AttentionOps | None) -> TokenAttention:
+    """Apply the norms, positions and decays of `ops` to the arguments, except those that are `left`."""
     q_norm, k_norm, v_norm, turn, bias, _, rest = ops
     q, (k, v, *decays) = a.q if rest is None else torch.cat([a.q[..., : -rest.shape[3]], rest], -1), a.new
     q, k, v = (x if norm is None else norm(x) for x, norm in ((q, q_norm), (k, k_norm), (v, v_norm)))
     if turn is not None:
         q, k = rotary(q, turn.positions[:, None], turn.rates, amplitude=turn.amplitude, last=turn.last, other=k)
+    if left is not None:
+        return replace(a, q=q, new=(k, v, *decays), cache=a.cache._replace(ops=left))
     decays = decays if bias is None else [forget_gate(decays[0], bias)]
-    return replace(a, q=q, new=(k, v, *decays), cache=a.cache._replace(ops=None))
+    new = tuple(x.to(entry.dtype) for x, entry in zip((k, v, *decays), a.cache.entries, strict=True))
+    return replace(a, q=q.to(new[0].dtype), new=new, cache=a.cache._replace(ops=None))
 
 
 def composed(run: Callable[[Attention], Tensor], a: TokenAttention) -> Tensor:
@@ -201,13 +222,12 @@ OP = Op(
 
 def attend(a: TokenAttention) -> Tensor:
     """o [B,1,H,V] in the dtype of the new value; deterministic mode computes it as without a cache."""
-    ops, dtype = a.cache.ops, a.new[1].dtype
-    if ops is None or not in_launches(a, ops) or OP.backend(a.q, a) != "triton":
-        a = a if ops is None else prepared(a, ops)
-        new = tuple(x.to(y.dtype) for x, y in zip(a.new, a.cache.entries, strict=True))
-        a = replace(a, q=a.q.to(a.cache.entries[0].dtype), new=new)
+    ops, dtype = a.cache.ops or AttentionOps(), a.new[1].dtype
+    left = None if a.cache.ops is None else launched(a, ops)
+    if left is not ops:
+        a = prepared(a, ops, left)
     o: Tensor = composed(candidates.forward, a) if is_deterministic() else OP(a.q, a)
-    if ops is None or ops.gate is None or a.cache.ops is not None:
+    if left is not None or ops.gate is None:
         return o.to(dtype)
     gate = ops.gate if ops.gate.shape[2] > o.shape[2] else ops.gate.repeat_interleave(o.shape[3], 2)
     return activation_gate(gate, o.to(dtype).flatten(2)).view(o.shape)

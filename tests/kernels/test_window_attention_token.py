@@ -408,6 +408,7 @@ def test_what_the_launches_do_not_compute_comes_before_and_after_them(why: str, 
     with kernels.deterministic(why == "deterministic"), autocast, kernels.implementations() as ran:
         o, *written = run(a, "triton" if why != "deterministic" else "auto")
     assert "rotary" in ran
+    assert ("activation_gate" in ran) is (why != "many rows")
     expected, *entries = run(one_after_another(b), "reference")
     expected = expected if gate is None else expected * gate.sigmoid()[..., None]
     tolerance = 3e-2 if why in ("another dtype", "autocast") else 1e-5
@@ -468,6 +469,20 @@ def test_misfits_of_ops(said: str):
     a = with_ops("96")
     with pytest.raises(ValueError, match=f"^cache.ops.{said}"):
         run(a | {"cache": a["cache"]._replace(ops=MISFITS_OF_OPS[said](a["cache"].ops))}, "torch")
+
+
+SHARED: dict[str, Callable[[AttentionOps], AttentionOps]] = {
+    "v_norm: must be k_norm": lambda ops: ops._replace(v_norm=None),
+    "turn: must not turn the first 64 channels": lambda ops: ops._replace(turn=ops.turn._replace(last=False)),
+    "turn: must not turn": lambda ops: ops._replace(turn=ops.turn._replace(rates=torch.zeros(5))),
+}
+
+
+@pytest.mark.parametrize("said", SHARED)
+def test_keys_and_values_in_the_same_memory_stay_alike(said: str):
+    a = with_ops("latents")
+    with pytest.raises(ValueError, match=f"^cache.ops.{said}"):
+        run(a | {"cache": a["cache"]._replace(ops=SHARED[said](a["cache"].ops))}, "torch")
 
 
 def test_a_query_in_two_places_needs_a_positive_scale():

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import kernels
 from mixers import (
@@ -276,11 +276,36 @@ def test_parts_of_a_subclass_are_called_for_a_token(mixer: Factory):
         layer.k_norm = ZeroCentredRMSNorm(12)
     elif isinstance(layer, MLSTM):
         layer.gate = HalvedGates(2, None, 1.0)
-    state, outputs = layer.init_state(2), []
-    for t in range(3):
+    check_tokens(layer, x)
+
+
+def check_tokens(layer: LinearMixer, x: Tensor) -> None:
+    """Check that tokens one by one have the outputs of a sequence."""
+    state, outputs = layer.init_state(len(x)), []
+    for t in range(x.shape[1]):
         y, state = layer(x[:, t : t + 1], state)
         outputs.append(y)
     torch.testing.assert_close(torch.cat(outputs, 1), layer(x)[0])
+
+
+class Wrapped(nn.Module):
+    """A part of a class that no kernel knows."""
+
+    def __init__(self, part: nn.Module):
+        super().__init__()
+        self.part = part
+
+    def forward(self, *args: Any) -> Any:
+        return self.part(*args)
+
+
+@pytest.mark.parametrize("part", ["MLSTM.gate", "MLSTM.o_norm", "Mamba3.decay", "Mamba3.q_norm"])
+@torch.no_grad()
+def test_parts_of_other_classes_are_called_for_a_token(part: str):
+    kind, name = part.split(".")
+    layer = CAUSAL[kind](Site(hidden_size=32, num_heads=2, layer=1, num_layers=3))
+    setattr(layer, name, Wrapped(getattr(layer, name)))
+    check_tokens(layer, torch.randn(2, 3, 32))
 
 
 @pytest.mark.parametrize(
@@ -301,11 +326,7 @@ def test_parts_of_a_subclass_are_called_for_a_token(mixer: Factory):
 def test_a_token_is_not_fused_where_a_class_overrides_a_part(cls: type[LinearMixer]):
     mixer, x = cls(Site(hidden_size=32, num_heads=2)), torch.randn(2, 4, 32)  # type: ignore[call-arg]
     assert not mixer.fused_token
-    state, outputs = mixer.init_state(2), []
-    for t in range(4):
-        y, state = mixer(x[:, t : t + 1], state)
-        outputs.append(y)
-    torch.testing.assert_close(torch.cat(outputs, 1), mixer(x)[0])
+    check_tokens(mixer, x)
 
 
 @pytest.mark.parametrize(
