@@ -146,9 +146,9 @@ class SoftmaxAttention(TokenMixer):
         return self.o_proj(o.flatten(2)), cache
 
     def _token_ops(self, q: Tensor, state: AttentionState, gate: Tensor | None) -> kernels.AttentionOps | None:
-        """Return the norms, positions and gate of a token as arguments of attention; None if it lacks the positions.
+        """Return a token's norms, positions and gate for attention; None if it cannot compute these positions.
 
-        Norms that it lacks are left out, and come first.
+        Norms that it cannot compute are left out, and `forward` applies them.
         """
         paths = self.q_features, self.k_features
         if not takes_ops(self.attention, state.k) or not alike(*paths):

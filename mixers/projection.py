@@ -42,7 +42,7 @@ def adjacent(x: Tensor, y: Tensor) -> Tensor:
 def head_products(x: Tensor, weight: Tensor, rest: Tensor | None, size: int) -> Tensor:
     """Multiply each head of x [B,T,H,K] by its matrix [H,K,N], and append `rest` [B,T,H,size − N].
 
-    If that is None, the channels from N on are left uninitialised; then T is 1, and there are no gradients.
+    Without `rest`, nothing is written to the last size − N channels, T must be 1, and gradients must be off.
     """
     if rest is not None:
         return torch.cat([torch.einsum("bthk,hkn->bthn", x, weight), rest], -1)

@@ -13,7 +13,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LINE = tl.constexpr(128)  # bytes that one prefetch moves
-# Programs that may start early where launches can be large: while they wait, they take room from the kernel in front.
+# Launches with more programs do not start early: programs that wait take room from the kernel in front of them.
 MOST_EARLY = 128
 
 

@@ -39,7 +39,7 @@ class AttentionOps(NamedTuple):
     turn: Turn | None = None  # positions of the query and the new key: pairs that turn
     decay_bias: Tensor | None = None  # [H]: log_decay has raw gates, and becomes `forget_gate(log_decay, decay_bias)`
     gate: Tensor | None = None  # per head [B,1,H] or channel [B,1,H·V]: the output becomes σ(gate) · o
-    q_rest: Tensor | None = None  # [B,1,H,R]: the last R channels of the query before `ops`; those of q are not read
+    q_rest: Tensor | None = None  # [B,1,H,R]: the last R channels of the query, which are then not read from q
 
     def tensors(self) -> list[Tensor]:
         """All tensors."""

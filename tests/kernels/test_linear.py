@@ -123,7 +123,7 @@ def test_tiles_of_a_gated_mlp_are_for_hopper(gpu: str, launches: int):
 )
 @torch.no_grad()
 def test_read_only_weights_are_loaded_early(rows: int, I: int, O: int, dtype: torch.dtype, early: int):
-    """What the promise is not about waits: other tensors, copies, and calls after the block."""
+    """Weights that are copies or were not named, and those of calls after the block, are loaded with x."""
     x, weight, _ = inputs(rows, I, 2 * O, dtype)
     with dry_run() as record, kernels.backend("triton"):
         with kernels.read_only([weight]):

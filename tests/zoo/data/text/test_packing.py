@@ -55,11 +55,12 @@ def test_too_short(shards: Shards):
 
 
 def test_whole_documents_are_never_cut(shards: Shards, caplog: pytest.LogCaptureFixture):
-    whole = [*documents(shards)]
-    length = sorted(map(len, whole))[-2]  # all but the longest fit
-    fitting = [document for document in whole if len(document) <= length]
+    everything = [*documents(shards)]
+    length = sorted(map(len, everything))[-2]  # all but the longest fit
+    fitting = [document for document in everything if len(document) <= length]
     rows = samples_of(shards, length, "whole_documents")
-    assert f"{len(whole) - len(fitting)} of {len(whole)} documents of the train split are longer" in caplog.text
+    longer = len(everything) - len(fitting)
+    assert f"{longer} of {len(everything)} documents of the train split are longer" in caplog.text
     seen = []
     for sample in map(rows.__getitem__, range(len(rows))):
         assert sample.tokens.shape == sample.labels.shape == (length,)
